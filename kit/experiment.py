@@ -1,0 +1,255 @@
+"""One experiment: deploy, send load, change knobs on a timeline, sample, and keep all of it.
+
+`run` returns a `Run` even when it is interrupted or the load generator dies: what was measured up
+to then is kept, and its status and notes say what happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from kit import serving as serving_module
+from kit import store
+from kit.load import Load, LoadError
+from kit.sampler import Sampler
+from kit.serving import Applied, Serving, ServingError
+from kit.settings import Settings, SettingsError, knobs
+from kit.store import CHANGE_COLUMNS, Run, StoreError
+from kit.workload import Workload
+
+TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Change:
+    """One move of one knob, `at_s` seconds into the run. Those at the same time go together."""
+
+    at_s: float
+    knob: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What is promised, in seconds at the 95th percentile; None promises nothing.
+
+    The defaults are the chat preset: end-to-end 1.5 s, of which queueing 200 ms.
+    """
+
+    e2e_p95_s: float | None = 1.5
+    queueing_p95_s: float | None = 0.2
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Settings under a workload, with changes on the way. All of it is checked here.
+
+    Raises:
+        SettingsError: when a change on the timeline would not be accepted when its time comes.
+    """
+
+    settings: Settings
+    workload: Workload
+    timeline: tuple[Change, ...] = ()
+    slo: Slo = field(default_factory=Slo)
+    name: str = "run"
+
+    def __post_init__(self) -> None:
+        fixed = {k.name for k in knobs("start")}
+        for change in self.timeline:
+            if change.knob in fixed:
+                raise SettingsError(f"{change.knob} is fixed once Ray runs: not on a timeline")
+            if not 0 <= change.at_s < self.workload.duration_s:
+                raise SettingsError(
+                    f"{change.knob} at {change.at_s:g} s: must be from 0 to before the end of the "
+                    f"load at {self.workload.duration_s:g} s"
+                )
+        self.steps()
+
+    def steps(self) -> list[tuple[float, Settings]]:
+        """The settings from each time on, changes of the same time taken together."""
+        steps = []
+        settings = self.settings
+        ordered = sorted(self.timeline, key=lambda c: c.at_s)
+        for at_s, changes in itertools.groupby(ordered, key=lambda c: c.at_s):
+            settings = settings.replace(**{c.knob: c.value for c in changes})
+            steps.append((at_s, settings))
+        return steps
+
+    def warnings(self) -> list[str]:
+        """What settings at any step will probably surprise with."""
+        every = [self.settings, *(s for _, s in self.steps())]
+        return list(dict.fromkeys(w for s in every for w in s.warnings()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as `run.json` holds them."""
+        return {
+            "name": self.name,
+            "settings": self.settings.model_dump(),
+            "workload": self.workload.model_dump(mode="json"),
+            "timeline": [[c.at_s, c.knob, c.value] for c in self.timeline],
+            "slo": {"e2e_p95_s": self.slo.e2e_p95_s, "queueing_p95_s": self.slo.queueing_p95_s},
+        }
+
+
+def run(
+    experiment: Experiment,
+    serving: Serving | None = None,
+    folder: Path | None = None,
+    progress: bool = True,
+) -> Run:
+    """Run one experiment and return it with its tables, which are on disk in `folder`.
+
+    Args:
+        experiment: what to run.
+        serving: where; by default one is started and shut down again.
+        folder: takes the run; default `data/runs/<run id>`.
+        progress: whether to draw a progress bar.
+
+    Raises:
+        ServingError: when the app cannot be deployed.
+        LoadError: when the load generator cannot start.
+        StoreError: when the folder cannot be written.
+    """
+    if serving is None:
+        with serving_module.start(experiment.settings) as serving:
+            return run(experiment, serving, folder, progress)
+    run_id = store.new_id(experiment.name)
+    empty = Run(
+        run_id=run_id,
+        experiment=experiment.as_dict(),
+        environment=store.environment(),
+        status="running",
+        notes=tuple(experiment.warnings()),
+        requests=pd.DataFrame(),
+        samples=pd.DataFrame(),
+        changes=pd.DataFrame(columns=list(CHANGE_COLUMNS)),
+        folder=folder or store.RUNS / run_id,
+    )
+    store.write(empty)
+    serving.deploy(experiment.settings)
+    attempt = _Attempt(experiment, serving, empty)
+    try:
+        return attempt.run(progress)
+    finally:
+        attempt.close()
+
+
+def run_many(experiments: Iterable[Experiment], serving: Serving, folder: Path) -> list[Run]:
+    """Run several in one folder each, named after them; those already complete are loaded."""
+    runs = []
+    for experiment in experiments:
+        place = folder / experiment.name
+        if (place / "run.json").exists():
+            known = store.load(place)
+            if known.status == "complete" and known.experiment == experiment.as_dict():
+                runs.append(known)
+                continue
+        runs.append(run(experiment, serving, place))
+        if runs[-1].status == "interrupted":
+            break
+    return runs
+
+
+class _Attempt:
+    """The moving parts of one run."""
+
+    def __init__(self, experiment: Experiment, serving: Serving, blank: Run) -> None:
+        self.experiment = experiment
+        self.serving = serving
+        self.blank = blank
+        for stale in ("requests.csv", "samples.csv"):
+            (blank.folder / stale).unlink(missing_ok=True)
+        self.load = Load(experiment.workload, serving.url, blank.folder)
+        self.sampler = Sampler(serving, self.load.status, blank.folder / "samples.csv")
+        self.changes: list[dict[str, Any]] = []
+        self.notes = list(blank.notes)
+        self.t0_s = 0.0
+
+    def run(self, progress: bool) -> Run:
+        duration_s = self.experiment.workload.duration_s
+        status: store.Ending = "complete"
+        stages = [(s.at_s, s) for s in self.experiment.workload.stages]
+        due = sorted([*self.experiment.steps(), *stages], key=lambda step: step[0])
+        self.t0_s = time.monotonic()
+        self.sampler.start(self.t0_s)
+        self.load.begin(self.t0_s)
+        bar = tqdm(
+            total=duration_s, mininterval=1.0, desc=self.experiment.name, unit="s", disable=not progress,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s",
+        )  # fmt: skip
+        try:
+            while (now_s := time.monotonic() - self.t0_s) < duration_s:
+                bar.update(min(now_s, duration_s) - bar.n)
+                while due and due[0][0] <= now_s:
+                    self._do(due.pop(0)[1])
+                if not self.load.alive:
+                    status = "failed"
+                    self.notes.append(f"the load generator died {now_s:.1f} s into the run")
+                    break
+                time.sleep(TICK_S)
+            self.load.stop()
+        except KeyboardInterrupt:
+            status = "interrupted"
+            self.notes.append(f"interrupted {time.monotonic() - self.t0_s:.1f} s into the run")
+        except LoadError as error:
+            status = "failed"
+            self.notes.append(str(error))
+        finally:
+            bar.update(min(time.monotonic() - self.t0_s, duration_s) - bar.n)
+            bar.close()
+        return self._finish(status)
+
+    def _do(self, step: Settings | Any) -> None:
+        if not isinstance(step, Settings):
+            self.load.set_users(step.users, step.ramp_s)
+            return
+        before = self.serving.settings or self.experiment.settings
+        asked_s = time.monotonic()
+        try:
+            applied = self.serving.update(step)
+        except ServingError as error:
+            applied = Applied(before.diff(step), asked_s, float("nan"), 0)
+            self.notes.append(f"refused {asked_s - self.t0_s:.1f} s into the run: {error}")
+            self._record(applied, str(error).splitlines()[0])
+        else:
+            self._record(applied, "")
+
+    def _record(self, applied: Applied, error: str) -> None:
+        for knob, (was, now) in applied.changes.items():
+            self.changes.append(
+                {
+                    "knob": knob,
+                    "from": str(was),
+                    "to": str(now),
+                    "asked_s": applied.asked_s - self.t0_s,
+                    "applied_s": applied.applied_s - self.t0_s,
+                    "restarted_replicas": float(applied.restarted_replicas),
+                    "error": error,
+                }
+            )
+
+    def _finish(self, status: store.Ending) -> Run:
+        self.close()
+        died = [f"replica {name} died {t:.1f} s into the run" for t, name in self.sampler.lost_replicas]
+        changes = pd.DataFrame(self.changes, columns=list(CHANGE_COLUMNS))
+        done = replace(self.blank, status=status, notes=(*self.notes, *died), changes=changes)
+        store.write(done)
+        whole = store.load(done.folder)
+        if status == "complete" and not len(whole.requests):
+            raise StoreError(
+                f"the run made no request at all: see {done.folder / 'load.log'} for the reason"
+            )
+        return whole
+
+    def close(self) -> None:
+        self.sampler.stop()
+        self.load.kill()

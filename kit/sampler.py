@@ -1,0 +1,135 @@
+"""Reads the cluster at 2 Hz while a run lasts, and writes each reading down at once.
+
+One row is (time_s, source, metric, value). Sources: `serve` (what the controller says), `load` (the
+load generator), `app` (all replicas together), `replica:<id>`, `gpu:<uuid>`. A reading that failed
+leaves a gap, never a zero.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kit import gpu
+from kit.serving import Serving, Status
+
+SAMPLE_COLUMNS = ("time_s", "source", "metric", "value")
+PERIOD_S = 0.5
+
+Row = tuple[float, str, str, float]
+
+
+class Sampler:
+    """A thread that samples from `start` to `stop`.
+
+    Args:
+        serving: what to sample.
+        load_status: gives the load generator's `users` and `in_flight`.
+        path: CSV file that takes the rows.
+    """
+
+    def __init__(
+        self, serving: Serving, load_status: Callable[[], dict[str, Any]], path: Path
+    ) -> None:
+        self._serving = serving
+        self._load_status = load_status
+        self._path = path
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kit-sampler", daemon=True)
+        self._t0_s = 0.0
+        self._busy: dict[str, tuple[float, float]] = {}
+        self._pids: dict[str, int] = {}
+        self.lost_replicas: list[tuple[float, str]] = []
+
+    def start(self, t0_s: float) -> None:
+        """Begin; times count from `t0_s` on the monotonic clock."""
+        self._t0_s = t0_s
+        self._path.write_text(",".join(SAMPLE_COLUMNS) + "\n")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End and wait for the last reading."""
+        self._stop.set()
+        if self._thread.ident:
+            self._thread.join(10)
+
+    def _run(self) -> None:
+        next_s = time.monotonic()
+        with self._path.open("a") as file:
+            while not self._stop.is_set():
+                rows = self._read()
+                file.writelines(f"{t:.3f},{s},{m},{v:.6g}\n" for t, s, m, v in rows)
+                file.flush()
+                # Keeps its beat; a reading that took too long skips beats instead of bunching up.
+                now_s = time.monotonic()
+                next_s += PERIOD_S * max(1, -((next_s - now_s) // PERIOD_S))
+                self._stop.wait(next_s - now_s)
+
+    def _read(self) -> list[Row]:
+        rows: list[Row] = []
+        try:
+            status = self._serving.status()
+        except Exception:
+            status = None
+        now_s = time.monotonic() - self._t0_s
+        if status is not None:
+            rows += self._of_serve(now_s, status)
+        load = self._load_status()
+        rows += [(load["t_s"] - self._t0_s, "load", m, load[m]) for m in ("users", "in_flight")]
+        states = self._serving.replicas()
+        if status is not None:
+            known = {r.replica_id for r in status.running}
+            states = [s for s in states if s["replica_id"] in known]
+        rows += self._of_replicas(now_s, states, float(load["in_flight"]))
+        for uuid, fields in gpu.readings().items():
+            rows += [(now_s, f"gpu:{uuid}", m, v) for m, v in fields.items()]
+        return rows
+
+    def _of_serve(self, now_s: float, status: Status) -> list[Row]:
+        pids = {r.replica_id: r.pid or 0 for r in status.running}
+        gone = set(self._pids) - {r.replica_id for r in status.replicas}
+        # One that stops on purpose is seen as STOPPING first; one that just vanishes has died.
+        for name in gone:
+            self.lost_replicas.append((now_s, name))
+        self._pids = pids
+        counts: dict[str, float] = {
+            "running_replicas": len(status.running),
+            "starting_replicas": len(status.starting),
+        }
+        if status.target is not None:
+            counts["target_replicas"] = status.target
+        return [(now_s, "serve", m, v) for m, v in counts.items()]
+
+    def _of_replicas(self, now_s: float, states: list[dict[str, Any]], in_flight: float) -> list[Row]:
+        rows: list[Row] = []
+        if not states:
+            return rows
+        ongoing = sum(s["ongoing"] for s in states)
+        executing = sum(s["executing"] for s in states)
+        rows.append((now_s, "app", "ongoing_requests", ongoing))
+        rows.append((now_s, "app", "executing_requests", executing))
+        rows.append((now_s, "app", "queued_requests", max(0.0, in_flight - executing)))
+        for s in states:
+            source, name = f"replica:{s['replica_id']}", s["replica_id"]
+            rows.append((now_s, source, "ongoing_requests", s["ongoing"]))
+            before = self._busy.get(name)
+            if before is None or s["t_s"] > before[0]:
+                self._busy[name] = (s["t_s"], s["busy_s"])
+                if before is not None:
+                    share = (s["busy_s"] - before[1]) / (s["t_s"] - before[0])
+                    rows.append((s["t_s"] - self._t0_s, source, "accelerator_busy_share", share))
+        return rows
+
+
+def read_samples(path: Path) -> pd.DataFrame:
+    """A samples.csv as a table; a last line cut by a kill is left out."""
+    types = {"time_s": "float64", "source": "str", "metric": "str", "value": "float64"}
+    from io import StringIO
+
+    text = path.read_text()
+    return pd.read_csv(StringIO(text[: text.rfind("\n") + 1]), dtype=types)

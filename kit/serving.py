@@ -1,0 +1,382 @@
+"""Ray and Serve: start or attach, deploy, update in place, shut down what was started.
+
+Everything after the start goes through Serve's declarative REST interface, so that a change of
+knobs is an in-place update, and through the monitor app of `kit.apps`, which tells what each
+replica really runs. Nothing of this needs to be on the cluster's machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import requests
+
+from kit import leftovers
+from kit.settings import APP_NAME, DEPLOYMENT_NAME, Settings, knobs
+
+MONITOR_APP: dict[str, Any] = {
+    "name": "kit-monitor",
+    "route_prefix": "/kit",
+    "import_path": "kit.apps:monitor",
+    "args": {},
+    "deployments": [{"name": "Monitor", "ray_actor_options": {"num_cpus": 0}}],
+}
+POLL_S = 0.05
+LOOPBACK = "127.0.0.1"
+NODE_IP = "127.0.0.2" if sys.platform == "linux" else LOOPBACK  # Ray replaces 127.0.0.1 by the LAN address
+
+
+class ServingError(RuntimeError):
+    """Serve could not do what was asked; the text says why and what still runs."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One replica as Serve's controller knows it."""
+
+    replica_id: str
+    state: str
+    pid: int | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """The deployment as Serve's controller sees it. `target` is None while there is none."""
+
+    app: str
+    deployment: str
+    message: str
+    target: int | None
+    replicas: tuple[Replica, ...]
+    config: dict[str, Any] = field(repr=False)
+
+    @property
+    def running(self) -> tuple[Replica, ...]:
+        return tuple(r for r in self.replicas if r.state == "RUNNING")
+
+    @property
+    def starting(self) -> tuple[Replica, ...]:
+        return tuple(r for r in self.replicas if r.state in ("STARTING", "PENDING_ALLOCATION"))
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One update that took effect, in monotonic seconds.
+
+    `restarted_replicas` counts replicas that ran before and whose process is gone.
+    """
+
+    changes: dict[str, tuple[Any, Any]]
+    asked_s: float
+    applied_s: float
+    restarted_replicas: int
+
+
+class Serving:
+    """A connection to Serve, with the settings that it runs. Made by `start` and `attach`."""
+
+    def __init__(self, dashboard_url: str, url: str, owned: bool, start: Settings) -> None:
+        from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+        self.url = url
+        self.owned = owned
+        self.settings: Settings | None = None
+        self._client = ServeSubmissionClient(dashboard_url)
+        self._monitor = requests.Session()
+        self._start = start
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def details(self) -> dict[str, Any]:
+        """All that Serve's controller tells (`ServeInstanceDetails`)."""
+        return dict(self._client.get_serve_details())
+
+    def status(self) -> Status:
+        """The deployment now."""
+        app = self.details().get("applications", {}).get(APP_NAME, {})
+        deployment = app.get("deployments", {}).get(DEPLOYMENT_NAME, {})
+        return Status(
+            app=app.get("status", "NOT_STARTED"),
+            deployment=deployment.get("status", "NOT_STARTED"),
+            message=" ".join(m for m in (app.get("message"), deployment.get("message")) if m),
+            target=deployment.get("target_num_replicas"),
+            replicas=tuple(
+                Replica(r["replica_id"], r["state"], r.get("pid"))
+                for r in deployment.get("replicas", [])
+            ),
+            config=deployment.get("deployment_config", {}),
+        )
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What each replica last reported of itself (`kit.apps`); empty when nothing answers."""
+        with contextlib.suppress(requests.RequestException, ValueError):
+            return list(self._monitor.get(f"{self.url}/kit", timeout=2).json()["replicas"])
+        return []
+
+    def deploy(self, settings: Settings, timeout_s: float = 120.0) -> Serving:
+        """Deploy, and wait until the replicas asked for run; with the same app, an update in place.
+
+        Raises:
+            ServingError: when the deployment fails or is not up in time; says what Serve says.
+        """
+        with self._lock:
+            self._fits(settings)
+            self._put(settings)
+            self._wait(settings, timeout_s, at_least=_first_replicas(settings))
+            self.settings = settings
+        return self
+
+    def update(self, settings: Settings, timeout_s: float = 30.0) -> Applied:
+        """Change knobs of what runs, and wait until every running replica has the new values.
+
+        Replicas that an update adds are not waited for. A change of a `restart` knob replaces the
+        replicas; the other costs leave them as they are.
+
+        Raises:
+            ServingError: when it is refused or fails; the settings before it are serving again.
+        """
+        with self._lock:
+            before = self.settings
+            if before is None:
+                raise ServingError("nothing is deployed: call deploy(settings) first")
+            self._fits(settings)
+            running = {r.replica_id: r.pid for r in self.status().running}
+            asked_s = time.monotonic()
+            try:
+                self._put(settings)
+                status = self._wait(settings, timeout_s, at_least=min(1, len(running)))
+            except ServingError as error:
+                with contextlib.suppress(ServingError):
+                    self._put(before)
+                    self._wait(before, timeout_s, at_least=min(1, len(running)))
+                raise ServingError(f"{error}\nThe settings before it are serving again.") from None
+            applied_s = time.monotonic()
+            self.settings = settings
+            now = {r.replica_id: r.pid for r in status.replicas}
+            # A replica that a smaller target stops is not a restart.
+            gone = sum(now.get(name) != pid for name, pid in running.items())
+            stopped = max(0, len(running) - (status.target or 0))
+            return Applied(before.diff(settings), asked_s, applied_s, max(0, gone - stopped))
+
+    def shutdown(self) -> None:
+        """Stop what `start` started; on an attached cluster, remove only this kit's apps."""
+        global _current
+        with self._lock:
+            if _current is self:
+                _current = None
+            self._monitor.close()
+            if self.owned:
+                _stop_ray()
+            elif self.settings is not None:
+                with contextlib.suppress(Exception):
+                    self._client.deploy_applications({"applications": self._others()})
+            self.settings = None
+
+    def _fits(self, settings: Settings) -> None:
+        fixed = [k.name for k in knobs("start")]
+        changed = [n for n in fixed if getattr(settings, n) != getattr(self._start, n)]
+        if changed and self.owned:
+            was = ", ".join(f"{n} = {getattr(self._start, n)!r}" for n in changed)
+            raise ServingError(f"fixed since Ray started: {was}; shutdown() and start again")
+
+    def _others(self) -> list[dict[str, Any]]:
+        """Apps that others deployed here: a declarative config without them would delete them."""
+        apps = self.details().get("applications", {})
+        return [
+            a["deployed_app_config"]
+            for name, a in apps.items()
+            if name not in (APP_NAME, MONITOR_APP["name"]) and a.get("deployed_app_config")
+        ]
+
+    def config(self, settings: Settings) -> dict[str, Any]:
+        """The full declarative config, as `serve deploy` takes it."""
+        at = urlsplit(self.url)
+        return {
+            "proxy_location": "HeadOnly",
+            "http_options": {
+                "host": at.hostname,
+                "port": at.port,
+                "request_timeout_s": settings.request_timeout_s,
+            },
+            "applications": [
+                settings.application(),
+                MONITOR_APP,
+                *([] if self.owned else self._others()),
+            ],
+        }
+
+    def _put(self, settings: Settings) -> None:
+        try:
+            self._client.deploy_applications(self.config(settings))
+        except (RuntimeError, requests.RequestException) as error:
+            raise ServingError(_why(error)) from None
+
+    def _wait(self, settings: Settings, timeout_s: float, at_least: int) -> Status:
+        """Poll until the effective config and every running replica are as asked."""
+        wanted = settings.application()["deployments"][0]
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if status.app == "DEPLOY_FAILED" or status.deployment == "UNHEALTHY":
+                raise ServingError(f"Serve says {status.app}: {status.message or 'no reason given'}")
+            missing = _differences(wanted, status.config)
+            states = {s["replica_id"]: s for s in self.replicas()}
+            mine = [states.get(r.replica_id, {}) for r in status.running]
+            refused = [s["refused"] for s in mine if s.get("refused")]
+            if refused:
+                raise ServingError(f"the replicas refused it: {refused[0]}")
+            applied = all(s.get("user_config") == wanted["user_config"] for s in mine)
+            if not missing and applied and len(mine) >= at_least and status.app == "RUNNING":
+                return status
+            if time.monotonic() > deadline:
+                raise ServingError(
+                    f"not applied after {timeout_s:g} s: application {status.app}, deployment "
+                    f"{status.deployment}, {len(mine)} of {status.target} replicas running"
+                    f"{', differing: ' + ', '.join(missing) if missing else ''}. {status.message}"
+                )
+            time.sleep(POLL_S)
+
+
+def _first_replicas(settings: Settings) -> int:
+    auto = settings.autoscaling_config()
+    return int(auto["min_replicas"] if auto["initial_replicas"] is None else auto["initial_replicas"])
+
+
+def _differences(wanted: dict[str, Any], effective: dict[str, Any]) -> list[str]:
+    """Names that the effective config lacks or has otherwise: Serve drops what it does not know."""
+    found = []
+    for name, value in wanted.items():
+        have = effective.get(name)
+        if isinstance(value, dict) and isinstance(have, dict):
+            found += _differences(value, have)
+        elif have != value:
+            found.append(name)
+    return found
+
+
+def _why(error: Exception) -> str:
+    text = str(error)
+    if "401" in text or "authentication" in text.lower():
+        return (
+            "the cluster wants a token (401). A local cluster's token is found by itself; for "
+            "another, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token before attaching"
+        )
+    return text
+
+
+_current: Serving | None = None
+
+
+def start(
+    settings: Settings | None = None, port: int = 8000, num_cpus: int | None = None
+) -> Serving:
+    """Start Ray and Serve in this process, on the loopback interface; again: the running one.
+
+    The knobs of level `start` are taken from `settings` and are fixed until `shutdown`. Whatever a
+    killed process left behind is stopped first. At exit of this process all of it is stopped.
+
+    Raises:
+        ServingError: when the port is taken, Ray already runs in this process, or the running one
+            was started with other `start` knobs.
+    """
+    global _current
+    settings = settings or Settings()
+    if _current is not None:
+        _current._fits(settings)
+        return _current
+    import ray
+
+    if ray.is_initialized():
+        raise ServingError(
+            "Ray already runs in this process, started before its metric push interval could be "
+            "set: call ray.shutdown() first, or kit.attach(address) to use it as it is"
+        )
+    leftovers.stop_all()
+    _check_port(port)
+    push = str(settings.metric_push_interval_s)
+    os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = push
+    os.environ["RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = push
+    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if settings.proxy == "haproxy" else "0"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # torch warns of the pynvml alias in every worker that imports it; this one text only.
+    os.environ.setdefault(
+        "PYTHONWARNINGS", "ignore:The pynvml package is deprecated:FutureWarning"
+    )
+    context = ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=True,
+        dashboard_host=LOOPBACK,
+        _node_ip_address=NODE_IP,
+        log_to_driver=False,  # Ray's log thread would write into whichever cell called this
+        logging_level="warning",
+    )
+    leftovers.record(ray._private.worker._global_node.live_processes())
+    atexit.register(_stop_ray)
+    _current = Serving(
+        f"http://{context.dashboard_url}", f"http://{LOOPBACK}:{port}", True, settings
+    )
+    return _current
+
+
+def attach(dashboard_url: str, url: str | None = None) -> Serving:
+    """Use a cluster that already runs; `shutdown` will leave it running.
+
+    Args:
+        dashboard_url: of its head node, for example `http://127.0.0.1:8265`.
+        url: where its Serve answers; default: as the cluster itself says.
+
+    Raises:
+        ServingError: when nothing answers there, or it wants a token.
+    """
+    try:
+        serving = Serving(dashboard_url, url or "", False, Settings())
+        options = serving.details().get("http_options") or {}
+    except (RuntimeError, ConnectionError, ValueError, requests.RequestException) as error:
+        raise ServingError(f"cannot attach to {dashboard_url}: {_why(error)}") from None
+    if url is None:
+        host = urlsplit(dashboard_url).hostname or LOOPBACK
+        serving.url = f"http://{host}:{options.get('port') or 8000}"
+    return serving
+
+
+def _stop_ray() -> None:
+    """Stop the Ray of this process; quiet when there is none."""
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
+    leftovers.stop_all()
+    leftovers.forget()
+
+
+def _check_port(port: int, patience_s: float = 5.0) -> None:
+    """A port of a cluster that is just going down comes free within seconds."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind((LOOPBACK, port))
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ServingError(
+                        f"port {port} is taken ({error.strerror}) by {leftovers.holder(port)}: stop "
+                        f"that, or choose another with start(port=…)"
+                    ) from None
+        time.sleep(0.2)

@@ -1,0 +1,440 @@
+"""Every knob of a deployment, once.
+
+A `Settings` value holds all of them. Its field definitions are the registry from which validation,
+error texts, the Serve config, the tables of the docs and the widgets are derived: see `knobs()`.
+Names, defaults and meanings are Ray Serve's (2.60); a knob's *cost* says what a change does to a
+running deployment: `live`, from the `next batch` on, or a `restart` of its replicas.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticUndefined
+
+from kit.accelerator import NO_ACCELERATOR, profile_names
+
+Level = Literal["app", "batching", "deployment", "autoscaling", "start"]
+Cost = Literal["live", "next batch", "restart"]
+
+APP_NAME = "kit"
+DEPLOYMENT_NAME = "Model"
+
+_PLACES: dict[str, str] = {
+    "app": "the application's args",
+    "batching": "user_config",
+    "deployment": "the deployment itself",
+    "autoscaling": "autoscaling_config",
+    "start": "what is set before Ray starts",
+}
+
+
+class SettingsError(ValueError):
+    """Settings that cannot work; the text names the value, what was allowed and what to do."""
+
+
+def _knob(default: Any, level: Level, cost: Cost, unit: str, text: str, **bounds: Any) -> Any:
+    extra = {"level": level, "cost": cost, "unit": unit}
+    return Field(default, description=text, json_schema_extra=extra, **bounds)
+
+
+class Settings(BaseModel):
+    """All knobs of one deployment, validated and frozen. Times in seconds.
+
+    Raises:
+        SettingsError: for an unknown name, a value of the wrong type or out of bounds, or a
+            combination that cannot work.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    # What runs: given to the application builder, so a change restarts its replicas.
+    app: Literal["batched", "unbatched"] = _knob(
+        "batched", "app", "restart", "", "Which serving app runs: one request at a time, or batches"
+    )
+    accelerator: str = _knob(
+        "h100.llama-3.1-8b.bf16", "app", "restart", "", "Which accelerator and model are emulated"
+    )
+    time_scale: float = _knob(
+        1.0, "app", "restart", "x", "Factor on the emulated accelerator's times: above 1 is slower",
+        ge=0.001, le=1000,
+    )  # fmt: skip
+    load_time_s: float = _knob(
+        0.0, "app", "restart", "s", "Emulated time to load the model when a replica starts",
+        ge=0, le=3600,
+    )  # fmt: skip
+
+    # user_config: reaches running replicas through reconfigure().
+    max_batch_size: int = _knob(
+        8, "batching", "next batch", "requests", "Most requests in one batch", ge=1, le=512
+    )
+    batch_wait_timeout_s: float = _knob(
+        0.01, "batching", "next batch", "s", "Longest wait for a batch to fill, from its first "
+        "request on", ge=0, le=60,
+    )  # fmt: skip
+    hold_while_busy: bool = _knob(
+        True, "batching", "next batch", "", "Hold requests back while a batch runs, so that the "
+        "next one fills from the backlog; False is plain @serve.batch",
+    )  # fmt: skip
+    max_new_tokens: int = _knob(
+        4096, "batching", "next batch", "tokens", "Cap on the output of every request, whatever it "
+        "asks for", ge=1, le=131072,
+    )  # fmt: skip
+
+    num_replicas: Annotated[int, Ge(1), Le(1000)] | Literal["auto"] = _knob(
+        1, "deployment", "live", "replicas", "A fixed number of replicas, or 'auto': between "
+        "min_replicas and max_replicas",
+    )  # fmt: skip
+    max_ongoing_requests: int = _knob(
+        64, "deployment", "live", "requests", "Most requests inside one replica; the rest wait in "
+        "the router", ge=1, le=100_000,
+    )  # fmt: skip
+    max_queued_requests: int = _knob(
+        -1, "deployment", "live", "requests", "Most requests waiting in the router before new ones "
+        "are rejected; -1 is no limit", ge=-1, le=1_000_000,
+    )  # fmt: skip
+    graceful_shutdown_timeout_s: float = _knob(
+        20.0, "deployment", "live", "s", "How long a stopping replica may finish its requests",
+        ge=0, le=3600,
+    )  # fmt: skip
+    health_check_period_s: float = _knob(
+        10.0, "deployment", "live", "s", "Time between health checks of a replica", gt=0, le=3600
+    )
+    num_cpus: float = _knob(
+        0.1, "deployment", "restart", "CPUs", "CPUs reserved for each replica", ge=0, le=256
+    )
+    num_gpus: float = _knob(
+        0.0, "deployment", "restart", "GPUs", "GPUs reserved for each replica", ge=0, le=64
+    )
+
+    min_replicas: int = _knob(
+        1, "autoscaling", "live", "replicas", "Fewest replicas", ge=0, le=1000
+    )
+    max_replicas: int = _knob(
+        1, "autoscaling", "live", "replicas", "Most replicas; Ray's default of 1 never scales",
+        ge=1, le=1000,
+    )  # fmt: skip
+    initial_replicas: int | None = _knob(
+        None, "autoscaling", "live", "replicas", "Replicas at the first deployment; empty means "
+        "min_replicas", ge=0, le=1000,
+    )  # fmt: skip
+    target_ongoing_requests: float = _knob(
+        2.0, "autoscaling", "live", "requests", "Requests per replica, running and queued, that the "
+        "autoscaler aims at", gt=0, le=10_000,
+    )  # fmt: skip
+    upscale_delay_s: float = _knob(
+        30.0, "autoscaling", "live", "s", "How long demand must be high before replicas are added",
+        ge=0, le=3600,
+    )  # fmt: skip
+    downscale_delay_s: float = _knob(
+        600.0, "autoscaling", "live", "s", "How long demand must be low before replicas go",
+        ge=0, le=86_400,
+    )  # fmt: skip
+    downscale_to_zero_delay_s: float | None = _knob(
+        None, "autoscaling", "live", "s", "The same for the last replica; empty means "
+        "downscale_delay_s", ge=0, le=86_400,
+    )  # fmt: skip
+    upscaling_factor: float = _knob(
+        1.0, "autoscaling", "live", "x", "Gain on each step up", gt=0, le=100
+    )
+    downscaling_factor: float = _knob(
+        1.0, "autoscaling", "live", "x", "Gain on each step down", gt=0, le=100
+    )
+    metrics_interval_s: float = _knob(
+        10.0, "autoscaling", "live", "s", "How often replicas take a reading (deprecated by Ray for "
+        "the push interval)", gt=0, le=600,
+    )  # fmt: skip
+    look_back_period_s: float = _knob(
+        30.0, "autoscaling", "live", "s", "Window over which requests are averaged", gt=0, le=3600
+    )
+    aggregation_function: Literal["mean", "max", "min"] = _knob(
+        "mean", "autoscaling", "live", "", "How the readings in the window become one number"
+    )
+
+    metric_push_interval_s: float = _knob(
+        0.5, "start", "restart", "s", "How often replicas and handles report to the autoscaler "
+        "(Ray's default is 10 s)", ge=0.1, le=60,
+    )  # fmt: skip
+    request_timeout_s: float = _knob(
+        120.0, "start", "restart", "s", "After this the proxy gives up on a request", gt=0, le=3600
+    )
+    proxy: Literal["default", "haproxy"] = _knob(
+        "default", "start", "restart", "", "The HTTP entrance of Serve"
+    )
+
+    def __init__(self, **values: Any) -> None:
+        unknown = [k for k in values if k not in type(self).model_fields]
+        if unknown:
+            raise SettingsError("\n".join(_unknown(name, None) for name in unknown))
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise SettingsError(explain(error, _BY_NAME)) from None
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Self:
+        wrong = []
+        if self.accelerator not in [*profile_names(), NO_ACCELERATOR]:
+            near = difflib.get_close_matches(self.accelerator, profile_names(), 1, 0.0)[0]
+            known = ", ".join([*profile_names(), NO_ACCELERATOR])
+            wrong.append(f"accelerator = {self.accelerator!r}: did you mean {near!r}? Known: {known}")
+        if self.min_replicas > self.max_replicas:
+            wrong.append(
+                f"min_replicas = {self.min_replicas} is above max_replicas = {self.max_replicas}: "
+                "raise max_replicas or lower min_replicas"
+            )
+        first = self.initial_replicas
+        if first is not None and not self.min_replicas <= first <= self.max_replicas:
+            wrong.append(
+                f"initial_replicas = {first} must lie between min_replicas = {self.min_replicas} "
+                f"and max_replicas = {self.max_replicas}"
+            )
+        if wrong:
+            raise SettingsError("\n".join(wrong))
+        return self
+
+    def replace(self, **changes: Any) -> Settings:
+        """A copy with some knobs changed, validated as a whole.
+
+        Raises:
+            SettingsError: as the constructor does.
+        """
+        return Settings(**{**self.model_dump(), **changes})
+
+    def diff(self, other: Settings) -> dict[str, tuple[Any, Any]]:
+        """Knobs that differ, as name → (here, in `other`)."""
+        return {
+            k.name: (getattr(self, k.name), getattr(other, k.name))
+            for k in knobs()
+            if getattr(self, k.name) != getattr(other, k.name)
+        }
+
+    def warnings(self) -> list[str]:
+        """What works but will probably surprise: a sentence each, saying what will happen."""
+        found = []
+        auto = self.num_replicas == "auto"
+        if self.app == "batched" and self.max_batch_size > self.max_ongoing_requests:
+            found.append(
+                f"max_batch_size = {self.max_batch_size} is above max_ongoing_requests = "
+                f"{self.max_ongoing_requests}: no batch will hold more than "
+                f"{self.max_ongoing_requests} requests, and each will wait the full "
+                f"batch_wait_timeout_s = {self.batch_wait_timeout_s:g} s."
+            )
+        if auto and self.max_replicas == self.min_replicas:
+            found.append(
+                f"min_replicas = max_replicas = {self.max_replicas}: the autoscaler is on but will "
+                "never add or remove a replica."
+            )
+        if auto and self.look_back_period_s <= self.metric_push_interval_s:
+            found.append(
+                f"look_back_period_s = {self.look_back_period_s:g} s is not above the metric push "
+                f"interval of {self.metric_push_interval_s:g} s: the autoscaler will decide on one "
+                "reading or none, and its reaction will lag by a whole push."
+            )
+        if auto and self.app == "batched" and self.target_ongoing_requests < self.max_batch_size:
+            found.append(
+                f"target_ongoing_requests = {self.target_ongoing_requests:g} is under one batch of "
+                f"{self.max_batch_size}: replicas will be added before a batch is full, and batches "
+                "will stay small."
+            )
+        if (
+            auto
+            and self.proxy == "haproxy"
+            and self.target_ongoing_requests >= self.max_ongoing_requests
+        ):
+            found.append(
+                f"target_ongoing_requests = {self.target_ongoing_requests:g} is not below "
+                f"max_ongoing_requests = {self.max_ongoing_requests}: behind HAProxy the autoscaler "
+                "does not see requests that queue, so it will not add replicas."
+            )
+        return found
+
+    def user_config(self) -> dict[str, Any]:
+        """The knobs that reach running replicas through `reconfigure`."""
+        return {k.name: getattr(self, k.name) for k in knobs("batching")}
+
+    def autoscaling_config(self) -> dict[str, Any]:
+        """Ray Serve's `autoscaling_config`, always complete.
+
+        A missing key would fall back to Ray's default, and adding or removing the whole dict
+        restarts every replica; so a fixed number of replicas is min = max = initial.
+        """
+        config = {k.name: getattr(self, k.name) for k in knobs("autoscaling")}
+        if self.num_replicas != "auto":
+            n = self.num_replicas
+            config |= {"min_replicas": n, "max_replicas": n, "initial_replicas": n}
+        return config
+
+    def application(self) -> dict[str, Any]:
+        """This deployment as one entry of `applications` in Serve's declarative config."""
+        deployment = {
+            k.name: getattr(self, k.name)
+            for k in knobs("deployment")
+            if k.name not in ("num_replicas", "num_cpus", "num_gpus")
+        }
+        deployment |= {
+            "name": DEPLOYMENT_NAME,
+            "user_config": self.user_config(),
+            "autoscaling_config": self.autoscaling_config(),
+            "ray_actor_options": {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus},
+        }
+        return {
+            "name": APP_NAME,
+            "route_prefix": "/",
+            "import_path": "kit.apps:build",
+            "args": {k.name: getattr(self, k.name) for k in knobs("app")},
+            "deployments": [deployment],
+        }
+
+    @classmethod
+    def from_application(cls, application: dict[str, Any]) -> Settings:
+        """The reverse of `application`, for a hand-written config.
+
+        Raises:
+            SettingsError: also for a known knob at the wrong level, which Serve would ignore.
+        """
+        deployment = dict((application.get("deployments") or [{}])[0])
+        places: list[tuple[Level, dict[str, Any]]] = [
+            ("app", dict(application.get("args") or {})),
+            ("batching", dict(deployment.pop("user_config", None) or {})),
+            ("autoscaling", dict(deployment.pop("autoscaling_config", None) or {})),
+        ]
+        flat = dict(deployment.pop("ray_actor_options", None) or {})
+        deployment.pop("name", None)
+        places.append(("deployment", deployment | flat))
+        values: dict[str, Any] = {}
+        wrong = []
+        for level, found in places:
+            for name, value in found.items():
+                if name in _BY_NAME and _BY_NAME[name].level == level:
+                    values[name] = value
+                else:
+                    wrong.append(_unknown(name, level))
+        if wrong:
+            raise SettingsError("\n".join(wrong))
+        low, high = values.get("min_replicas"), values.get("max_replicas")
+        if low is not None and low == high == values.get("initial_replicas"):
+            values["num_replicas"] = low
+            values["initial_replicas"] = None
+        elif low is not None:
+            values["num_replicas"] = "auto"
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One knob as widgets, tables and error texts see it. `None` bounds are open."""
+
+    name: str
+    level: Level
+    cost: Cost
+    unit: str
+    help: str
+    default: Any
+    kind: Literal["whole number", "number", "choice", "text"]
+    low: float | None
+    high: float | None
+    low_open: bool
+    choices: tuple[Any, ...]
+    nullable: bool
+
+    @property
+    def allowed(self) -> str:
+        """What the knob takes, in words: `a whole number from 1 to 512 (requests)`."""
+        words = []
+        if self.kind in ("whole number", "number"):
+            start = f"above {self.low:g}" if self.low_open else f"from {self.low:g}"
+            words.append(f"a {self.kind} {start} to {self.high:g}")
+            if self.unit:
+                words[-1] += f" ({self.unit})"
+        elif self.kind == "text":
+            words.append("text")
+        words += [repr(c) for c in self.choices]
+        return " or ".join(words + (["None"] if self.nullable else []))
+
+
+def describe(model: type[BaseModel], name: str) -> Knob:
+    """Read one field of a pydantic model whose `json_schema_extra` has level, cost and unit."""
+    field = model.model_fields[name]
+    hint = typing.get_type_hints(model, include_extras=True)[name]
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    annotated = typing.get_args(hint) if is_union else (hint,)
+    parts = [getattr(p, "__origin__", p) if hasattr(p, "__metadata__") else p for p in annotated]
+    metadata = [*field.metadata, *(m for p in annotated for m in getattr(p, "__metadata__", ()))]
+    choices = tuple(c for p in parts if typing.get_origin(p) is Literal for c in typing.get_args(p))
+    if bool in parts:
+        choices = (True, False)
+    kinds = {int: "whole number", float: "number", str: "text"}
+    kind = next((kinds[p] for p in parts if p in kinds), "choice")
+    bounds = {k: getattr(m, k) for m in metadata for k in ("ge", "gt", "le") if hasattr(m, k)}
+    extra = typing.cast(dict[str, Any], field.json_schema_extra or {})
+    return Knob(
+        name=name,
+        level=extra.get("level", "app"),
+        cost=extra.get("cost", "restart"),
+        unit=extra.get("unit", ""),
+        help=field.description or "",
+        default=None if field.default is PydanticUndefined else field.default,
+        kind=typing.cast(Any, kind),
+        low=bounds.get("ge", bounds.get("gt")),
+        high=bounds.get("le"),
+        low_open="gt" in bounds,
+        choices=choices,
+        nullable=type(None) in parts,
+    )
+
+
+_BY_NAME: dict[str, Knob] = {name: describe(Settings, name) for name in Settings.model_fields}
+
+
+def knobs(level: Level | None = None) -> list[Knob]:
+    """The registry, all of it or one level, in the order of definition."""
+    return [k for k in _BY_NAME.values() if level in (None, k.level)]
+
+
+def explain(error: ValidationError, known: dict[str, Knob]) -> str:
+    """A pydantic error in our words: a line for each wrong field."""
+    lines: dict[str, str] = {}
+    for e in error.errors():
+        name = str(e["loc"][0]) if e["loc"] else ""
+        if name in known:
+            value = e["input"]
+            lines[name] = f"{name} = {value!r}: must be {known[name].allowed}"
+        else:
+            lines[name] = str(e["msg"]).removeprefix("Value error, ")
+    return "\n".join(lines.values())
+
+
+def _unknown(name: str, level: Level | None) -> str:
+    """Why `name` is not accepted at `level`, with the nearest right name and where it belongs."""
+    here = f" in {_PLACES[level]}" if level else ""
+    if name in _BY_NAME:
+        return f"{name}{here}: belongs in {_PLACES[_BY_NAME[name].level]}; Serve would ignore it"
+    near = difflib.get_close_matches(name, _BY_NAME, 1, 0.5)
+    if near:
+        place = _PLACES[_BY_NAME[near[0]].level]
+        return f"{name}{here}: no such knob; did you mean {near[0]!r} (in {place})?"
+    return f"{name}{here}: no such knob; there are: {', '.join(_BY_NAME)}"
+
+
+RAY_AUTO: dict[str, Any] = {
+    "num_replicas": "auto",
+    "max_ongoing_requests": 5,
+    "target_ongoing_requests": 2.0,
+    "min_replicas": 1,
+    "max_replicas": 100,
+}
+"""What Ray Serve means by `num_replicas="auto"`."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "chat": {"max_batch_size": 8, "batch_wait_timeout_s": 0.01},
+    "throughput": {"max_batch_size": 32, "batch_wait_timeout_s": 0.05},
+    "auto": RAY_AUTO,
+}
+"""Named starting points, to be passed to `replace`: `settings.replace(**PRESETS["chat"])`."""
