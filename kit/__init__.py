@@ -1,0 +1,44 @@
+"""Tune Ray Serve deployments while they run: see the README for a first experiment.
+
+Names load on first use, so that `import kit` starts nothing and imports neither Ray nor Locust.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kit import explain, figures, measures, report
+    from kit.experiment import Change, Experiment, Slo, run, run_many
+    from kit.serving import attach, start
+    from kit.settings import PRESETS, Settings, knobs
+    from kit.store import load
+    from kit.workload import Stage, Workload
+
+_HOMES = {
+    "Change": "experiment", "Experiment": "experiment", "Slo": "experiment", "run": "experiment",
+    "run_many": "experiment", "attach": "serving", "start": "serving", "PRESETS": "settings",
+    "Settings": "settings", "knobs": "settings", "load": "store", "Stage": "workload",
+    "Workload": "workload", "explain": "", "figures": "", "measures": "", "report": "",
+}  # fmt: skip
+
+__all__ = [  # noqa: RUF022  grouped as people use them
+    "Settings", "knobs", "PRESETS", "Workload", "Stage", "Experiment", "Change", "Slo", "start",
+    "attach", "run", "run_many", "load", "measures", "figures", "explain", "report",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kit' has no attribute {name!r}")
+    home = _HOMES[name]
+    if not home:
+        return importlib.import_module(f"kit.{name}")
+    value = getattr(importlib.import_module(f"kit.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -21,8 +21,19 @@ def _folder() -> Path:
 
 def _started_s(pid: int) -> float | None:
     with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).create_time()
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     return None
+
+
+def me() -> tuple[int, float | None]:
+    """This process: its id and start time."""
+    return os.getpid(), _started_s(os.getpid())
+
+
+def alive(pid: int, started_s: float | None) -> bool:
+    """Whether that very process still runs."""
+    return started_s is not None and _started_s(pid) == started_s
 
 
 def record(processes: Iterable[tuple[object, psutil.Popen]], owner: int | None = None) -> None:
@@ -52,11 +63,11 @@ def stop_all() -> list[int]:
     for path in _folder().glob("*.json"):
         known = _read(path)
         owner = int(path.stem)
-        alive = {p for p, at in known.items() if at is not None and _started_s(p) == at}
-        if owner in alive:
+        left = {p for p, at in known.items() if alive(p, at)}
+        if owner in left:
             continue
         doomed: list[psutil.Process] = []
-        for pid in alive:
+        for pid in left:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 doomed += [*process.children(recursive=True), process]

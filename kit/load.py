@@ -27,7 +27,7 @@ REQUEST_COLUMNS = (
 
 _TEXT_COLUMNS = ("outcome", "replica_id", "error")
 READY_S = 60.0
-DRAIN_S = 10.0
+DRAIN_S = 5.0
 
 
 class LoadError(RuntimeError):

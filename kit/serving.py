@@ -302,14 +302,16 @@ def start(
 
     if ray.is_initialized():
         raise ServingError(
-            "Ray already runs in this process, started before its metric push interval could be "
-            "set: call ray.shutdown() first, or kit.attach(address) to use it as it is"
+            "Ray already runs in this process, started by something else: call ray.shutdown() "
+            "first, or kit.attach(dashboard_url) to use it as it is"
         )
     leftovers.stop_all()
     _check_port(port)
-    push = str(settings.metric_push_interval_s)
-    os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = push
-    os.environ["RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = push
+    # Ray 2.60.0 pushes every metrics_interval_s and never reads these two; its deprecation note
+    # says that later releases will, so both are set.
+    for side in ("REPLICA", "HANDLE"):
+        name = f"RAY_SERVE_{side}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
+        os.environ[name] = str(settings.metrics_interval_s)
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if settings.proxy == "haproxy" else "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # torch warns of the pynvml alias in every worker that imports it; this one text only.

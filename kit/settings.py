@@ -2,7 +2,7 @@
 
 A `Settings` value holds all of them. Its field definitions are the registry from which validation,
 error texts, the Serve config, the tables of the docs and the widgets are derived: see `knobs()`.
-Names, defaults and meanings are Ray Serve's (2.60); a knob's *cost* says what a change does to a
+Names and meanings are Ray Serve's (2.60); a knob's *cost* says what a change does to a
 running deployment: `live`, from the `next batch` on, or a `restart` of its replicas.
 """
 
@@ -147,8 +147,8 @@ class Settings(BaseModel):
         1.0, "autoscaling", "live", "x", "Gain on each step down", gt=0, le=100
     )
     metrics_interval_s: float = _knob(
-        10.0, "autoscaling", "live", "s", "How often replicas take a reading (deprecated by Ray for "
-        "the push interval)", gt=0, le=600,
+        0.5, "autoscaling", "live", "s", "How often replicas and handles report to the autoscaler "
+        "(Ray's default of 10 s delays every decision)", gt=0, le=600,
     )  # fmt: skip
     look_back_period_s: float = _knob(
         30.0, "autoscaling", "live", "s", "Window over which requests are averaged", gt=0, le=3600
@@ -157,10 +157,6 @@ class Settings(BaseModel):
         "mean", "autoscaling", "live", "", "How the readings in the window become one number"
     )
 
-    metric_push_interval_s: float = _knob(
-        0.5, "start", "restart", "s", "How often replicas and handles report to the autoscaler "
-        "(Ray's default is 10 s)", ge=0.1, le=60,
-    )  # fmt: skip
     request_timeout_s: float = _knob(
         120.0, "start", "restart", "s", "After this the proxy gives up on a request", gt=0, le=3600
     )
@@ -231,11 +227,11 @@ class Settings(BaseModel):
                 f"min_replicas = max_replicas = {self.max_replicas}: the autoscaler is on but will "
                 "never add or remove a replica."
             )
-        if auto and self.look_back_period_s <= self.metric_push_interval_s:
+        if auto and self.look_back_period_s <= self.metrics_interval_s:
             found.append(
-                f"look_back_period_s = {self.look_back_period_s:g} s is not above the metric push "
-                f"interval of {self.metric_push_interval_s:g} s: the autoscaler will decide on one "
-                "reading or none, and its reaction will lag by a whole push."
+                f"look_back_period_s = {self.look_back_period_s:g} s is not above metrics_interval_s = "
+                f"{self.metrics_interval_s:g} s: the autoscaler will decide on one reading or none, "
+                "and its reaction will lag by a whole interval."
             )
         if auto and self.app == "batched" and self.target_ongoing_requests < self.max_batch_size:
             found.append(

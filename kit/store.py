@@ -14,6 +14,7 @@ import os
 import platform
 import secrets
 import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +22,9 @@ from typing import Any, Literal
 import pandas as pd
 import psutil
 
-from kit import gpu
-from kit.load import read_requests
-from kit.sampler import read_samples
+from kit import gpu, leftovers
+from kit.load import REQUEST_COLUMNS, read_requests
+from kit.sampler import SAMPLE_COLUMNS, read_samples
 
 SCHEMA = 1
 RUNS = Path("data/runs")
@@ -120,11 +121,22 @@ def write(run: Run) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         # In place of the old one only once it is whole: a full disk must not leave half a file.
         part = run.folder / "run.json.part"
-        part.write_text(json.dumps(_head(run) | {"pid": os.getpid()}, indent=1) + "\n")
+        part.write_text(json.dumps(_head(run) | {"process": leftovers.me()}, indent=1) + "\n")
         part.replace(run.folder / "run.json")
         run.changes.to_csv(run.folder / "changes.csv", index=False)
     except OSError as error:
         raise StoreError(f"cannot write the run to {run.folder}: {error.strerror}") from None
+
+
+def settle(folder: Path) -> None:
+    """Write a killed run's status down, once its process is gone.
+
+    Raises:
+        StoreError: when the folder holds no run.
+    """
+    run = load(folder)
+    if run.status == "killed":
+        write(run)
 
 
 def load(folder: Path) -> Run:
@@ -140,7 +152,7 @@ def load(folder: Path) -> Run:
     if head["schema"] != SCHEMA:
         raise StoreError(f"{folder}: schema {head['schema']}, this kit reads {SCHEMA}")
     status = head["status"]
-    if status == "running" and not psutil.pid_exists(head["pid"]):
+    if status == "running" and not leftovers.alive(*head["process"]):
         status = "killed"
     run = Run(
         run_id=head["run_id"],
@@ -148,14 +160,21 @@ def load(folder: Path) -> Run:
         environment=head["environment"],
         status=status,
         notes=tuple(head["notes"]),
-        requests=read_requests(folder / "requests.csv"),
-        samples=read_samples(folder / "samples.csv"),
+        requests=_table(folder / "requests.csv", read_requests, REQUEST_COLUMNS),
+        samples=_table(folder / "samples.csv", read_samples, SAMPLE_COLUMNS),
         changes=read_changes(folder / "changes.csv"),
         folder=folder,
     )
     if status == "killed" and head["status"] == "running":
         return replace(run, notes=(*run.notes, "the process was killed; rows up to then are kept"))
     return run
+
+
+def _table(
+    path: Path, read: Callable[[Path], pd.DataFrame], columns: Sequence[str]
+) -> pd.DataFrame:
+    """A run killed before its first row has no file yet."""
+    return read(path) if path.exists() else pd.DataFrame(columns=list(columns))
 
 
 def read_changes(path: Path) -> pd.DataFrame:

@@ -1,0 +1,141 @@
+"""What a run shows, in words: each sentence carries the figures it rests on."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+from IPython.display import Markdown
+
+from kit import measures
+from kit.accelerator import profile
+from kit.store import Run
+from kit.workload import source
+
+SAME = 0.1
+"""Changes within ± 10 % are called *about the same*: runs on shared machines differ by as much."""
+
+
+def moved(name: str, before: float, after: float, unit: str) -> str:
+    """`queueing p95 fell from 3.2 s to 1.1 s (÷ 2.9)`; says so where a figure is missing."""
+    if math.isnan(before) or math.isnan(after):
+        return f"{name} cannot be compared (no request ended in one of the stretches)"
+    pair = f"{before:.3g} → {after:.3g} {unit}"
+    if abs(after - before) <= SAME * max(abs(before), 1e-12):
+        return f"{name} stayed about the same ({pair})"
+    if after > before:
+        times = f", × {after / before:.1f}" if before > 0 else ""
+        return f"{name} rose ({pair}{times})"
+    times = f", ÷ {before / after:.1f}" if after > 0 else ""
+    return f"{name} fell ({pair}{times})"
+
+
+def reaction_s(run: Run, from_s: float, until_s: float) -> float:
+    """Seconds from `from_s` to the first added replica serving; NaN when none was added."""
+    running = measures.series(run, "serve", "running_replicas")
+    before = running[running.index <= from_s]
+    after = running[(running.index > from_s) & (running.index < until_s)]
+    more = after[after > (before.iloc[-1] if len(before) else 0)]
+    return float(more.index[0]) - from_s if len(more) else math.nan
+
+
+def bullets(sentences: list[str]) -> Markdown:
+    """Sentences as a list that a notebook shows."""
+    return Markdown("\n".join(f"- {s}" for s in sentences) or "- nothing")
+
+
+def changes(run: Run) -> list[str]:
+    """One paragraph for each change that took effect, and one for each that was refused."""
+    table = measures.phases(run)
+    texts = []
+    for k in range(1, len(table)):
+        before, after = table.iloc[k - 1], table.iloc[k]
+        texts.append(f"**{after['label']}** — {_effect(run, before, after)}")
+    for move in measures.moves(run).itertuples():
+        if move.error:
+            texts.append(f"**{move.label}** — refused: {move.error}")
+    return texts
+
+
+def _effect(run: Run, before: pd.Series[float], after: pd.Series[float]) -> str:
+    parts = [
+        moved("queueing p95", before["queueing_p95_s"], after["queueing_p95_s"], "s"),
+        moved("inference p95", before["inference_p95_s"], after["inference_p95_s"], "s"),
+        moved("throughput", before["throughput_rps"], after["throughput_rps"], "requests/s"),
+        moved("requests in a batch", before["batch_size"], after["batch_size"], "on average"),
+    ]
+    if before["replicas"] == after["replicas"]:
+        parts.append(f"replicas stayed at {after['replicas']:.0f}")
+    else:
+        wait_s = reaction_s(run, float(after["start_s"]), float(after["end_s"]))
+        parts.append(
+            f"replicas went from {before['replicas']:.0f} to {after['replicas']:.0f}"
+            + ("" if math.isnan(wait_s) else f", the first new one serving after {wait_s:.1f} s")
+        )
+    return "; ".join(parts) + "."
+
+
+def dominant(run: Run) -> str:
+    """Which part of the latency dominates in the last stretch, with its share."""
+    last = measures.phases(run).iloc[-1]
+    rows = run.requests[measures.finished_s(run.requests) >= last["from_s"]]
+    means = measures.ok(rows)[list(measures.PARTS)].mean()
+    if means.isna().all():
+        return "No request succeeded in the last stretch."
+    part = str(means.idxmax())
+    name = part.removesuffix("_s").replace("_", " ")
+    return (
+        f"At the end, {means[part] / means.sum():.0%} of the mean latency of {means.sum():.2f} s is "
+        f"{name}. {_REMEDY[part]}"
+    )
+
+
+_REMEDY = {
+    "router_s": "Requests wait for a place in a replica: raise max_ongoing_requests or replicas.",
+    "batch_wait_s": "Requests wait behind running batches: a larger batch or more replicas help; "
+    "on an idle accelerator, a shorter batch_wait_timeout_s does.",
+    "inference_s": "The model itself takes the time: smaller batches, shorter outputs or a faster "
+    "accelerator help; more replicas only where queueing is left.",
+    "rest_s": "The way back dominates: the plumbing, not the model, is what is being measured.",
+}
+
+
+def what_ran(run: Run) -> list[str]:
+    """What was served to whom, and how far it can be trusted."""
+    settings, load = run.experiment["settings"], run.experiment["workload"]
+    p = profile(settings["accelerator"])
+    scale = settings["time_scale"]
+    count = len(measures.ok(run.requests))
+    pause = load["think_time_s"]
+    texts = [
+        f"**{settings['app']} app** on an **{p.label}**. Evidence for its times: {p.evidence}.",
+        f"**Load**: {load['users']} closed-loop users"
+        + (f" with a mean pause of {pause:g} s" if pause else " without pauses")
+        + f" for {load['duration_s']:g} s, request lengths of {source(load['lengths'])}, seed "
+        f"{load['seed']}: {count} requests succeeded of {len(run.requests)}.",
+    ]
+    if scale != 1:
+        texts.append(
+            f"**Clock**: the accelerator's times are multiplied by {scale:g}, so that a small "
+            f"machine sees enough requests in short time. All seconds here, the promises included, "
+            f"are on that clock: 1 s stands for {1 / scale:.1f} s of the real accelerator. Waits "
+            "and overheads around it are real and not scaled."
+        )
+    ended = "" if run.status == "complete" else f"**This run is {run.status}.** "
+    return texts + [f"{ended}Note: {n}" for n in run.notes]
+
+
+def verdict_sentences(run: Run) -> list[str]:
+    """One sentence for each promise of the SLO."""
+    texts = []
+    for v in measures.verdicts(run).itertuples():
+        name = str(v.slo).removesuffix("_s").replace("_", " ")
+        if v.met_at_the_end is None:
+            texts.append(f"**{name} ≤ {v.limit_s:g} s: no figure** (no successful request)")
+            continue
+        word = "met" if v.met_at_the_end else "missed"
+        texts.append(
+            f"**{name} ≤ {v.limit_s:g} s: {word}** in the last stretch "
+            f"({v.last_stretch_s:.2f} s; {v.whole_run_s:.2f} s over the whole run)"
+        )
+    return texts

@@ -1,0 +1,250 @@
+"""Tables → matplotlib Figures. Nothing is shown or saved here, and pyplot is not used.
+
+Colours are Okabe and Ito's, told apart by all common kinds of colour vision.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.ticker as ticker
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kit import measures
+from kit.accelerator import profile
+from kit.measures import OUTCOMES, PARTS
+from kit.store import Run
+
+PART_COLOURS = {
+    "router_s": "#E69F00",
+    "batch_wait_s": "#F0E442",
+    "inference_s": "#0072B2",
+    "rest_s": "#999999",
+}
+PART_NAMES = {
+    "router_s": "queueing: router",
+    "batch_wait_s": "queueing: batch wait",
+    "inference_s": "inference",
+    "rest_s": "rest (way back)",
+}
+OUTCOME_COLOURS = dict(
+    zip(OUTCOMES, ("#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#999999"), strict=True)
+)
+_SLO_STYLE: dict[str, Any] = {"lw": 1.2, "color": "#D55E00"}
+_WIDTH_IN = 10.0
+
+
+def accelerator_note(run: Run) -> str:
+    """Which accelerator the figures come from, and how far it can be trusted."""
+    settings = run.experiment["settings"]
+    p = profile(settings["accelerator"])
+    scale = settings["time_scale"]
+    clock = "" if scale == 1 else f" · times × {scale:g} of the real accelerator's"
+    return f"{p.label}{clock}\n{textwrap.fill('evidence: ' + p.evidence, 130)}"
+
+
+def overview(run: Run) -> Figure:
+    """Latency, throughput, replicas and accelerator of one run on one time axis."""
+    figure = Figure(figsize=(_WIDTH_IN, 13), layout="constrained", dpi=100)
+    axes = figure.subplots(5, 1, sharex=True, height_ratios=[3, 3, 2, 2, 1.6])
+    latency(axes[0], run, 50)
+    latency(axes[1], run, 95)
+    throughput(axes[2], run)
+    replicas(axes[3], run)
+    busy(axes[4], run)
+    _mark_moves(axes, run)
+    axes[-1].set_xlim(0, float(run.experiment["workload"]["duration_s"]))
+    axes[-1].set_xlabel("time since the load began (s)")
+    figure.suptitle(accelerator_note(run), fontsize=9)
+    return figure
+
+
+def latency(ax: Axes, run: Run, q: int) -> None:
+    """The stacked parts of the requests around the q-th percentile (50 or 95) of latency."""
+    table = measures.over_time(run)
+    ax.set_ylabel(f"latency at p{q} (s)")
+    if not len(table):
+        _nothing(ax)
+        return
+    ax.stackplot(
+        table["time_s"], [table[f"p{q}_{p}"].fillna(0) for p in PARTS],
+        labels=[PART_NAMES[p] for p in PARTS], colors=[PART_COLOURS[p] for p in PARTS],
+    )  # fmt: skip
+    if q == 95:
+        ax.plot(table["time_s"], table["queueing_p95_s"], color="black", lw=1.2, label="queueing p95")
+        for (name, limit_s), style in zip(
+            run.experiment["slo"].items(), ("--", ":"), strict=False
+        ):
+            if limit_s is not None:
+                text = f"SLO {name.removesuffix('_s').replace('_', ' ')} {limit_s:g} s"
+                ax.axhline(limit_s, ls=style, label=text, **_SLO_STYLE)
+    ax.set_ylim(bottom=0)
+    _legend(ax)
+
+
+def throughput(ax: Axes, run: Run) -> None:
+    """Requests a second by outcome, stacked."""
+    table = measures.over_time(run)
+    ax.set_ylabel("ended (requests/s)")
+    if not len(table):
+        _nothing(ax)
+        return
+    seen = [o for o in OUTCOMES if table[f"{o}_rps"].any()]
+    ax.stackplot(
+        table["time_s"], [table[f"{o}_rps"] for o in seen], labels=seen,
+        colors=[OUTCOME_COLOURS[o] for o in seen],
+    )  # fmt: skip
+    ax.set_ylim(bottom=0)
+    _legend(ax)
+
+
+def replicas(ax: Axes, run: Run) -> None:
+    """Replicas wanted, running and starting, with the users that cause them."""
+    styles = {
+        "target_replicas": ("target", {"color": "black", "ls": "--", "lw": 1.2}),
+        "running_replicas": ("running", {"color": "#0072B2", "lw": 2.2}),
+        "starting_replicas": ("starting", {"color": "#E69F00", "lw": 1.5}),
+    }
+    ax.set_ylabel("replicas")
+    for metric, (name, style) in styles.items():
+        values = measures.series(run, "serve", metric)
+        ax.step(values.index, values, where="post", label=name, **style)
+    ax.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    ax.set_ylim(bottom=0)
+    users = measures.series(run, "load", "users")
+    beside = ax.twinx()
+    beside.step(users.index, users, where="post", color="#CC79A7", lw=1.0, label="users (right)")
+    beside.set_ylabel("users")
+    beside.set_ylim(0, max([1.0, *users]) * 1.15)
+    lines = [*ax.get_lines(), *beside.get_lines()]
+    ax.legend(lines, [str(line.get_label()) for line in lines], **_LEGEND)
+
+
+def busy(ax: Axes, run: Run) -> None:
+    """How busy each replica's accelerator was."""
+    table = measures.busy_share(run)
+    emulated = run.experiment["settings"]["accelerator"]
+    ax.set_ylabel("accelerator\nbusy (%)")
+    if not len(table):
+        _nothing(ax)
+        return
+    for name, rows in table.groupby("replica_id"):
+        ax.plot(rows["time_s"], rows["busy_share"] * 100, lw=1, alpha=0.8, label=str(name))
+    ax.set_ylim(0, 105)
+    ax.legend(**_LEGEND | {"title": f"emulated, replica\n({emulated.split('.')[0]})"})
+
+
+def distribution(run: Run) -> Figure:
+    """How end-to-end latency is spread, and what the mean request spends it on."""
+    figure = Figure(figsize=(_WIDTH_IN, 3.6), layout="constrained", dpi=100)
+    left, right = figure.subplots(1, 2)
+    good = measures.ok(run.requests)
+    left.set_xlabel("end-to-end latency (s)")
+    left.set_ylabel("requests at or below (%)")
+    right.set_xlabel("mean request, time from send to answer (s)")
+    if not len(good):
+        _nothing(left)
+        _nothing(right)
+        return figure
+    for column, name, colour in (
+        ("e2e_s", "end-to-end", "black"),
+        ("queueing_s", "queueing", "#E69F00"),
+        ("inference_s", "inference", "#0072B2"),
+    ):
+        # One point a percentile tenth is plenty for the eye, whatever the number of rows.
+        q = np.linspace(0, 100, 1001)
+        left.plot(np.percentile(good[column].dropna(), q), q, color=colour, label=name)
+    left.axhline(95, color="#999999", lw=0.8, ls=":")
+    left.annotate("p95", (0, 95), xytext=(2, 2), textcoords="offset points", fontsize=8)
+    left.set_xlim(left=0)
+    left.set_ylim(0, 100)
+    left.set_xlabel("latency (s)")
+    left.legend(fontsize=8)
+    _waterfall(right, good)
+    figure.suptitle(accelerator_note(run), fontsize=9)
+    return figure
+
+
+def _waterfall(ax: Axes, good: pd.DataFrame) -> None:
+    means = good[list(PARTS)].mean()
+    start_s = 0.0
+    total_s = float(means.sum())
+    for k, part in enumerate(PARTS):
+        ax.barh(k, means[part], left=start_s, color=PART_COLOURS[part], edgecolor="black", lw=0.5)
+        start_s += means[part]
+        ax.annotate(
+            f" {means[part]:.3f} s ({means[part] / total_s:.0%})", (start_s, k), va="center",
+            fontsize=8,
+        )  # fmt: skip
+    ax.set_yticks(range(len(PARTS)), [PART_NAMES[p] for p in PARTS])
+    ax.invert_yaxis()
+    ax.set_xlim(0, total_s * 1.35)
+
+
+def comparison(runs: Mapping[str, Run]) -> Figure:
+    """Runs side by side at the same load: throughput, and the parts of latency at p50 and p95."""
+    figure = Figure(figsize=(_WIDTH_IN, 3.4), layout="constrained", dpi=100)
+    axes = figure.subplots(1, 3)
+    names = list(runs)
+    stretches = [measures.phases(r).iloc[-1] for r in runs.values()]
+    axes[0].bar(names, [s["throughput_rps"] for s in stretches], color="#009E73")
+    axes[0].set_ylabel("throughput (requests/s)")
+    for ax, q in zip(axes[1:], (50, 95), strict=True):
+        bottom = np.zeros(len(runs))
+        parts = [
+            measures.parts_near(_settled(r, float(s["from_s"])), q)
+            for r, s in zip(runs.values(), stretches, strict=True)
+        ]
+        for part in PARTS:
+            heights = np.array([p[part] for p in parts])
+            ax.bar(names, heights, bottom=bottom, color=PART_COLOURS[part], label=PART_NAMES[part])
+            bottom += np.nan_to_num(heights)
+        ax.set_ylabel(f"latency at p{q} (s)")
+    axes[2].legend(fontsize=7)
+    for ax in axes:
+        ax.tick_params(axis="x", labelsize=8)
+    figure.suptitle(accelerator_note(next(iter(runs.values()))).splitlines()[0], fontsize=9)
+    return figure
+
+
+def _settled(run: Run, from_s: float) -> pd.DataFrame:
+    return run.requests[measures.finished_s(run.requests) >= from_s]
+
+
+_LEGEND: dict[str, Any] = {
+    "fontsize": 7, "loc": "upper left", "bbox_to_anchor": (1.07, 1.0), "frameon": False,
+    "title_fontsize": 7,
+}  # fmt: skip
+
+
+def _legend(ax: Axes) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], labels[::-1], **_LEGEND)
+
+
+def _nothing(ax: Axes) -> None:
+    ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", va="center", color="#666666")
+
+
+def _mark_moves(axes: Any, run: Run) -> None:
+    """A numbered line through all panels for each change, its names above the first panel."""
+    moves = measures.moves(run)
+    for number, move in enumerate(moves.itertuples(), 1):
+        applied = not move.error
+        for ax in axes:
+            ax.axvline(move.asked_s, color="black" if applied else "#D55E00", lw=0.9, ls="-.")
+        axes[0].annotate(
+            str(number), (move.asked_s, 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
+            textcoords="offset points", ha="center", fontsize=9, fontweight="bold",
+        )  # fmt: skip
+    texts = [
+        f"{n}  {m.label}{'' if not m.error else ' (refused)'}"
+        for n, m in enumerate(moves.itertuples(), 1)
+    ]
+    if texts:
+        axes[0].set_title("\n".join(texts), loc="left", fontsize=8, pad=16)

@@ -1,0 +1,241 @@
+"""Tables of a run → tables and figures of merit. Pure; seconds throughout.
+
+Percentiles are exact, from rows, over successful requests; of nothing they are NaN. Requests that
+were rejected, timed out, failed or were cut are counted beside. Vocabulary: end-to-end latency is
+finish − send; queueing is everything before execution (router, batch wait); inference is execution;
+rest is the way back. Queueing + inference + rest = end-to-end for every request.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kit.store import Run
+
+PARTS = ("router_s", "batch_wait_s", "inference_s", "rest_s")
+"""The parts of one request's latency, in order; each is measured, none is what others leave."""
+
+OUTCOMES = ("ok", "rejected", "timeout", "invalid", "error", "cut")
+
+
+def ok(requests: pd.DataFrame) -> pd.DataFrame:
+    """The successful requests."""
+    return requests[requests["outcome"] == "ok"]
+
+
+def finished_s(requests: pd.DataFrame) -> pd.Series[float]:
+    """When each request ended, in seconds from the run's start."""
+    return requests["sent_s"] + requests["e2e_s"]
+
+
+def percentile(values: pd.Series[float], q: float) -> float:
+    """Exact q-th percentile (0 to 100); NaN of nothing."""
+    found = values.dropna()
+    return float(np.percentile(found, q)) if len(found) else math.nan
+
+
+def identity_error_s(requests: pd.DataFrame) -> pd.Series[float]:
+    """How far the sum of the measured parts misses end-to-end latency, a value a request."""
+    good = ok(requests)
+    return (good[list(PARTS)].sum(axis=1, skipna=False) - good["e2e_s"]).abs()
+
+
+def throughput_rps(requests: pd.DataFrame) -> float:
+    """Successful requests ÷ (first send → last answer); NaN without any."""
+    good = ok(requests)
+    if not len(good):
+        return math.nan
+    return len(good) / float(finished_s(good).max() - requests["sent_s"].min())
+
+
+def series(run: Run, source: str, metric: str) -> pd.Series[float]:
+    """One sampled metric over time; a source that ends in `:` is a family, one column each."""
+    s = run.samples
+    return s[(s["source"] == source) & (s["metric"] == metric)].set_index("time_s")["value"]
+
+
+def replica_seconds(run: Run) -> float:
+    """∫ running replicas dt over the load, the cost of the run; NaN without samples."""
+    running = series(run, "serve", "running_replicas")
+    if not len(running):
+        return math.nan
+    end_s = float(run.experiment["workload"]["duration_s"])
+    running = running[running.index <= end_s]
+    widths = np.diff([*running.index, end_s])
+    return float((running.to_numpy() * widths).sum())
+
+
+def busy_share(run: Run) -> pd.DataFrame:
+    """Busy share of each replica's accelerator: `time_s`, `replica_id`, `busy_share` (0 to 1)."""
+    s = run.samples[run.samples["metric"] == "accelerator_busy_share"]
+    return pd.DataFrame(
+        {
+            "time_s": s["time_s"],
+            "replica_id": s["source"].str.removeprefix("replica:"),
+            "busy_share": s["value"],
+        }
+    )
+
+
+def moves(run: Run) -> pd.DataFrame:
+    """Changes that went together: `asked_s`, `applied_s`, `label` (a text), `error`; a row each."""
+    rows = []
+    for asked_s, group in run.changes.groupby("asked_s", sort=True):
+        texts = [f"{c.knob} {c['from']} → {c.to}" for _, c in group.iterrows()]
+        rows.append((asked_s, group["applied_s"].iloc[0], ", ".join(texts), group["error"].iloc[0]))
+    return pd.DataFrame(rows, columns=["asked_s", "applied_s", "label", "error"])
+
+
+def phases(run: Run, settle: float = 0.3) -> pd.DataFrame:
+    """Stretches of a run between changes that took effect, each measured after settling.
+
+    Args:
+        run: any run.
+        settle: share of each stretch left out at its start: what was under way before the change
+            is not its effect.
+
+    Returns:
+        One row a stretch: `label` (the change that began it), `start_s`, `from_s` (after settling),
+        `end_s`, `requests`, `throughput_rps`, `output_tokens_per_s`, p50 and p95 of end-to-end,
+        queueing and inference, mean `router_s`, `batch_wait_s`, `rest_s`, `batch_size`,
+        `replicas` (most running) and `busy_share` (mean).
+    """
+    end_s = float(run.experiment["workload"]["duration_s"])
+    applied = moves(run).dropna(subset="applied_s")
+    starts = [0.0, *applied["applied_s"]]
+    ends = [*applied["asked_s"], end_s]
+    labels = ["start", *applied["label"]]
+    good, busy = ok(run.requests), busy_share(run)
+    running = series(run, "serve", "running_replicas")
+    ended = finished_s(good)
+    rows = []
+    for label, start_s, stop_s in zip(labels, starts, ends, strict=True):
+        from_s = start_s + settle * (stop_s - start_s)
+        rows_in = good[(ended >= from_s) & (ended < stop_s)]
+        width_s = max(stop_s - from_s, 1e-9)
+        row: dict[str, Any] = {
+            "label": label,
+            "start_s": start_s,
+            "from_s": from_s,
+            "end_s": stop_s,
+            "requests": len(rows_in),
+            "throughput_rps": len(rows_in) / width_s,
+            "output_tokens_per_s": rows_in["output_tokens"].sum() / width_s,
+        }
+        for part in ("e2e", "queueing", "inference"):
+            row[f"{part}_p50_s"] = percentile(rows_in[f"{part}_s"], 50)
+            row[f"{part}_p95_s"] = percentile(rows_in[f"{part}_s"], 95)
+        for part in ("router_s", "batch_wait_s", "rest_s", "batch_size"):
+            row[part] = rows_in[part].mean()
+        row["replicas"] = running[(running.index >= start_s) & (running.index < stop_s)].max()
+        inside = busy["time_s"].between(from_s, stop_s)
+        row["busy_share"] = busy.loc[inside, "busy_share"].mean()
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def parts_near(requests: pd.DataFrame, q: float, width: float = 5.0) -> pd.Series[float]:
+    """Mean parts of the requests whose end-to-end latency lies around its q-th percentile.
+
+    Percentiles of parts do not add up; the parts of the requests at a percentile do.
+    """
+    good = ok(requests)
+    if not len(good):
+        return pd.Series(math.nan, index=list(PARTS))
+    low, high = (min(max(x, 0.0), 100.0) for x in (q - width / 2, q + width / 2))
+    bounds = np.percentile(good["e2e_s"], [low, high], method="closest_observation")
+    near = good[good["e2e_s"].between(*bounds)]
+    return near[list(PARTS)].mean()
+
+
+def over_time(run: Run, window_s: float | None = None) -> pd.DataFrame:
+    """Requests by the window in which they ended: one row a window, empty ones left out.
+
+    Columns: `time_s` (middle of the window), for q in 50, 95 the parts of the requests around that
+    percentile (`p50_router_s`, …), `queueing_p95_s`, `e2e_p95_s`, and requests a second by outcome.
+    """
+    table = run.requests.assign(ended_s=finished_s(run.requests))
+    end_s = float(run.experiment["workload"]["duration_s"])
+    width_s = window_s or max(2.0, end_s / 60)
+    table["window"] = (table["ended_s"] // width_s).astype("int64")
+    rows = []
+    for window, inside in table[table["ended_s"] < end_s].groupby("window"):
+        good = ok(inside)
+        row: dict[str, Any] = {"time_s": (float(str(window)) + 0.5) * width_s}
+        for q in (50, 95):
+            row |= {f"p{q}_{k}": v for k, v in parts_near(good, q, 10.0).items()}
+        row["queueing_p95_s"] = percentile(good["queueing_s"], 95)
+        row["e2e_p95_s"] = percentile(good["e2e_s"], 95)
+        counts = inside["outcome"].value_counts()
+        row |= {f"{o}_rps": counts.get(o, 0) / width_s for o in OUTCOMES}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def verdicts(run: Run) -> pd.DataFrame:
+    """One row for each promise of the run's SLO: `slo`, `limit_s`, and the figure over the whole
+    run and in its last stretch, each with whether it is met (None where there is no figure)."""
+    last = phases(run).iloc[-1]
+    good = ok(run.requests)
+    rows = []
+    for name, limit_s in run.experiment["slo"].items():
+        if limit_s is None:
+            continue
+        whole = percentile(good[name.replace("_p95_s", "_s")], 95)
+        end = float(last[name])
+        met = [None if math.isnan(v) else v <= limit_s for v in (whole, end)]
+        rows.append((name, limit_s, whole, met[0], end, met[1]))
+    columns = ["slo", "limit_s", "whole_run_s", "met_whole_run", "last_stretch_s", "met_at_the_end"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def good_fraction(run: Run) -> float:
+    """Successful requests within all the SLO's limits ÷ all attempts; NaN without any."""
+    table = run.requests
+    if not len(table):
+        return math.nan
+    met = table["outcome"] == "ok"
+    for name, limit_s in run.experiment["slo"].items():
+        if limit_s is not None:
+            met &= table[name.replace("_p95_s", "_s")] <= limit_s
+    return float(met.mean())
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The run in flat figures, the unit in each key; None where there is nothing to measure."""
+    good = ok(run.requests)
+    outcome = run.requests["outcome"].value_counts()
+    span_s = float(finished_s(good).max() - run.requests["sent_s"].min()) if len(good) else math.nan
+    found: dict[str, Any] = {
+        "run_id": run.run_id,
+        "status": run.status,
+        "duration_s": float(run.experiment["workload"]["duration_s"]),
+        **{f"{o}_requests": int(outcome.get(o, 0)) for o in OUTCOMES},
+        "throughput_rps": throughput_rps(run.requests),
+        "output_tokens_per_s": float(good["output_tokens"].sum()) / span_s,
+        "goodput_rps": good_fraction(run) * len(run.requests) / span_s,
+        "good_fraction": good_fraction(run),
+        **{
+            f"{part}_p{q}_s": percentile(good[f"{part}_s"], q)
+            for part in ("e2e", "queueing", "router", "batch_wait", "inference", "rest")
+            for q in (50, 95, 99)
+        },
+        "batch_size_mean_requests": float(good["batch_size"].mean()),
+        "identity_error_p99_s": percentile(identity_error_s(run.requests), 99),
+        "max_running_replicas": float(series(run, "serve", "running_replicas").max()),
+        "replica_seconds": replica_seconds(run),
+        "accelerator_busy_share_mean": float(busy_share(run)["busy_share"].mean()),
+        "change_applied_median_s": float(
+            (run.changes["applied_s"] - run.changes["asked_s"]).median()
+        ),
+        "restarted_replicas": float(run.changes["restarted_replicas"].sum()),
+    }
+    plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in found.items()}
+    return plain | {
+        f"slo_{v.slo.removesuffix('_s')}_met_at_the_end": v.met_at_the_end
+        for v in verdicts(run).itertuples()
+    }
