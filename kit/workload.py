@@ -135,7 +135,13 @@ class Lengths(Sequence[tuple[int, int]]):
 
     def __init__(self, workload: Workload) -> None:
         table = _data()[workload.lengths]
-        self._tables = (table["prompt_tokens_percentiles"], table["output_tokens_percentiles"])
+        tail = table.get("tail_percents", [])
+        self._percents = [*range(100), *tail, 100]
+        self._tables = [
+            [*table[f"{kind}_percentiles"][:100], *table.get(f"{kind}_tail", []),
+             table[f"{kind}_percentiles"][100]]
+            for kind in ("prompt_tokens", "output_tokens")
+        ]  # fmt: skip
         self._caps = (workload.max_prompt_tokens, workload.max_output_tokens)
         self._seed = workload.seed
         self._blocks: dict[int, list[tuple[int, int]]] = {}
@@ -148,8 +154,8 @@ class Lengths(Sequence[tuple[int, int]]):
         if block not in self._blocks:
             rng = np.random.default_rng([self._seed, 0, block])
             columns = [
-                np.clip(np.rint(np.interp(rng.uniform(0, 100, _BLOCK), range(101), table)), 1, cap)
-                for table, cap in zip(self._tables, self._caps, strict=True)
+                np.clip(np.rint(np.interp(rng.uniform(0, 100, _BLOCK), self._percents, t)), 1, cap)
+                for t, cap in zip(self._tables, self._caps, strict=True)
             ]
             self._blocks[block] = [(int(p), int(o)) for p, o in zip(*columns, strict=True)]
         return self._blocks[block][at]
