@@ -50,8 +50,8 @@ ifeq ($(KIND),cpu)
 endif
 	@$(PY) -m pip install --progress-bar on --no-deps -r $(LOCK) 2>&1 \
 	  | { grep --line-buffered -E '^(Collecting|ERROR|error)|Installing collected' || true; } \
-	  | awk -v n=$$(grep -c == $(LOCK)) '/^Collecting/ { printf "\rsetup: package %d of %d", ++i, n; \
-	    fflush(); next } /Installing/ { printf "\nsetup: installing\n"; fflush(); next } { print }'
+	  | awk -v n=$$(grep -c == $(LOCK)) '/^Collecting/ { if (++i % 30 == 0) printf "setup: fetched %d of %d\n", i, n; \
+	    fflush(); next } /Installing/ { print "setup: installing"; fflush(); next } { print }'
 	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(DONE)
 	@echo "setup: done"

@@ -84,7 +84,7 @@ def profile(name: str) -> Profile:
         KeyError: for a name that is not in `profile_names()` and not `none`.
     """
     if name == NO_ACCELERATOR:
-        return Profile(name, "none", "none", "takes no time", *([0.0] * 8), 2**31)  # type: ignore[arg-type]
+        return Profile(name, "none", "none", "takes no time", 0, 0, 0, 0, 0, 0, 0, 0, 2**31)
     try:
         p = _data()[name]
     except KeyError:

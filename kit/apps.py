@@ -233,7 +233,9 @@ class Monitor:
         return JSONResponse({"clock": clock_id(), "replicas": list(self._replicas.values())})
 
 
-_REQUEST_FIELDS = {name: describe(CompletionRequest, name) for name in CompletionRequest.model_fields}
+_REQUEST_FIELDS = {
+    name: describe(CompletionRequest, name) for name in CompletionRequest.model_fields
+}
 _APPS = {"unbatched": Unbatched, "batched": Batched}
 
 

@@ -193,7 +193,14 @@ class _Attempt:
                     self._do(due.pop(0)[1])
                 if not self.load.alive:
                     status = "failed"
-                    self.notes.append(f"the load generator died {now_s:.1f} s into the run")
+                    words = self.load.last_words()
+                    self.notes.append(
+                        f"the load generator died {now_s:.1f} s into the run: {words}"
+                    )
+                    break
+                if self.sampler.error:
+                    status = "failed"
+                    self.notes.append(self.sampler.error)
                     break
                 time.sleep(TICK_S)
             self.load.stop()
@@ -222,6 +229,12 @@ class _Attempt:
             self._record(applied, str(error).splitlines()[0])
         else:
             self._record(applied, "")
+            if before.num_replicas == step.num_replicas == "auto":
+                self.notes.append(
+                    f"the change {asked_s - self.t0_s:.1f} s into the run started the autoscaler's "
+                    f"delays anew (upscale_delay_s = {step.upscale_delay_s:g} s): Serve does so with "
+                    "every config it receives"
+                )
 
     def _record(self, applied: Applied, error: str) -> None:
         for knob, (was, now) in applied.changes.items():
@@ -239,7 +252,9 @@ class _Attempt:
 
     def _finish(self, status: store.Ending) -> Run:
         self.close()
-        died = [f"replica {name} died {t:.1f} s into the run" for t, name in self.sampler.lost_replicas]
+        died = [
+            f"replica {name} died {t:.1f} s into the run" for t, name in self.sampler.lost_replicas
+        ]
         changes = pd.DataFrame(self.changes, columns=list(CHANGE_COLUMNS))
         done = replace(self.blank, status=status, notes=(*self.notes, *died), changes=changes)
         store.write(done)

@@ -51,9 +51,9 @@ def changes(run: Run) -> list[str]:
     for k in range(1, len(table)):
         before, after = table.iloc[k - 1], table.iloc[k]
         texts.append(f"**{after['label']}** — {_effect(run, before, after)}")
-    for move in measures.moves(run).itertuples():
-        if move.error:
-            texts.append(f"**{move.label}** — refused: {move.error}")
+    for move in measures.records(measures.moves(run)):
+        if move["error"]:
+            texts.append(f"**{move['label']}** — refused: {move['error']}")
     return texts
 
 
@@ -128,14 +128,14 @@ def what_ran(run: Run) -> list[str]:
 def verdict_sentences(run: Run) -> list[str]:
     """One sentence for each promise of the SLO."""
     texts = []
-    for v in measures.verdicts(run).itertuples():
-        name = str(v.slo).removesuffix("_s").replace("_", " ")
-        if v.met_at_the_end is None:
-            texts.append(f"**{name} ≤ {v.limit_s:g} s: no figure** (no successful request)")
+    for v in measures.records(measures.verdicts(run)):
+        promise = f"{v['slo'].removesuffix('_s').replace('_', ' ')} ≤ {v['limit_s']:g} s"
+        if v["met_at_the_end"] is None:
+            texts.append(f"**{promise}: no figure** (no successful request)")
             continue
-        word = "met" if v.met_at_the_end else "missed"
+        word = "met" if v["met_at_the_end"] else "missed"
         texts.append(
-            f"**{name} ≤ {v.limit_s:g} s: {word}** in the last stretch "
-            f"({v.last_stretch_s:.2f} s; {v.whole_run_s:.2f} s over the whole run)"
+            f"**{promise}: {word}** in the last stretch ({v['last_stretch_s']:.2f} s; "
+            f"{v['whole_run_s']:.2f} s over the whole run)"
         )
     return texts

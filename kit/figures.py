@@ -76,10 +76,10 @@ def latency(ax: Axes, run: Run, q: int) -> None:
         labels=[PART_NAMES[p] for p in PARTS], colors=[PART_COLOURS[p] for p in PARTS],
     )  # fmt: skip
     if q == 95:
-        ax.plot(table["time_s"], table["queueing_p95_s"], color="black", lw=1.2, label="queueing p95")
-        for (name, limit_s), style in zip(
-            run.experiment["slo"].items(), ("--", ":"), strict=False
-        ):
+        ax.plot(
+            table["time_s"], table["queueing_p95_s"], color="black", lw=1.2, label="queueing p95"
+        )
+        for (name, limit_s), style in zip(run.experiment["slo"].items(), ("--", ":"), strict=False):
             if limit_s is not None:
                 text = f"SLO {name.removesuffix('_s').replace('_', ' ')} {limit_s:g} s"
                 ax.axhline(limit_s, ls=style, label=text, **_SLO_STYLE)
@@ -105,7 +105,7 @@ def throughput(ax: Axes, run: Run) -> None:
 
 def replicas(ax: Axes, run: Run) -> None:
     """Replicas wanted, running and starting, with the users that cause them."""
-    styles = {
+    styles: dict[str, tuple[str, dict[str, Any]]] = {
         "target_replicas": ("target", {"color": "black", "ls": "--", "lw": 1.2}),
         "running_replicas": ("running", {"color": "#0072B2", "lw": 2.2}),
         "starting_replicas": ("starting", {"color": "#E69F00", "lw": 1.5}),
@@ -233,18 +233,17 @@ def _nothing(ax: Axes) -> None:
 
 def _mark_moves(axes: Any, run: Run) -> None:
     """A numbered line through all panels for each change, its names above the first panel."""
-    moves = measures.moves(run)
-    for number, move in enumerate(moves.itertuples(), 1):
-        applied = not move.error
+    moves = measures.records(measures.moves(run))
+    for number, move in enumerate(moves, 1):
         for ax in axes:
-            ax.axvline(move.asked_s, color="black" if applied else "#D55E00", lw=0.9, ls="-.")
+            colour = "#D55E00" if move["error"] else "black"
+            ax.axvline(move["asked_s"], color=colour, lw=0.9, ls="-.")
         axes[0].annotate(
-            str(number), (move.asked_s, 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
+            str(number), (move["asked_s"], 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
             textcoords="offset points", ha="center", fontsize=9, fontweight="bold",
         )  # fmt: skip
     texts = [
-        f"{n}  {m.label}{'' if not m.error else ' (refused)'}"
-        for n, m in enumerate(moves.itertuples(), 1)
+        f"{n}  {m['label']}{' (refused)' if m['error'] else ''}" for n, m in enumerate(moves, 1)
     ]
     if texts:
         axes[0].set_title("\n".join(texts), loc="left", fontsize=8, pad=16)

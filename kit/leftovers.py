@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -36,7 +37,7 @@ def alive(pid: int, started_s: float | None) -> bool:
     return started_s is not None and _started_s(pid) == started_s
 
 
-def record(processes: Iterable[tuple[object, psutil.Popen]], owner: int | None = None) -> None:
+def record(processes: Iterable[tuple[object, Any]], owner: int | None = None) -> None:
     """Write down processes as (name, process), owned by this process unless `owner` is given."""
     owner = owner or os.getpid()
     pids = [owner, *(p.pid for _, p in processes)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ class Load:
         self._reader.start()
         if not self._ready.wait(READY_S) or self._process.poll() is not None:
             self.kill()
-            raise LoadError(f"Locust did not start: {self._last_words()}")
+            raise LoadError(f"Locust did not start: {self.last_words()}")
 
     @property
     def pid(self) -> int:
@@ -101,11 +103,9 @@ class Load:
     def stop(self) -> None:
         """End the load: requests under way may finish within `DRAIN_S`, then they are cut."""
         if self.alive:
-            try:
+            with contextlib.suppress(LoadError, subprocess.TimeoutExpired):
                 self._send(stop=True)
                 self._process.wait(DRAIN_S + 5)
-            except (LoadError, subprocess.TimeoutExpired):
-                pass
         self.kill()
 
     def kill(self) -> None:
@@ -116,10 +116,8 @@ class Load:
         self._reader.join(5)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
-                try:
+                with contextlib.suppress(OSError):
                     pipe.close()
-                except OSError:
-                    pass
 
     def rows(self) -> pd.DataFrame:
         """All rows so far, see `read_requests`."""
@@ -131,7 +129,7 @@ class Load:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except (OSError, ValueError):
-            raise LoadError(f"the load generator is gone: {self._last_words()}") from None
+            raise LoadError(f"the load generator is gone: {self.last_words()}") from None
 
     def _listen(self) -> None:
         assert self._process.stdout
@@ -146,7 +144,7 @@ class Load:
                 self._state = message
         self._ready.set()
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         code = self._process.poll()
         lines = self._log_path.read_text(errors="replace").strip().splitlines()
         how = f"killed by signal {-code}" if code and code < 0 else f"exit code {code}"
@@ -157,8 +155,6 @@ def read_requests(path: Path) -> pd.DataFrame:
     """A requests.csv as a table, in order of sending; a last line cut by a kill is left out."""
     text = path.read_text()
     whole = text[: text.rfind("\n") + 1]
-    from io import StringIO
-
     types = {c: "str" if c in _TEXT_COLUMNS else "float64" for c in REQUEST_COLUMNS}
     table = pd.read_csv(StringIO(whole), dtype=types, keep_default_na=False, na_values=[""])
     return table.sort_values("sent_s", kind="stable", ignore_index=True)

@@ -42,7 +42,12 @@ class _Session:
 
     def write(self, row: dict[str, Any]) -> None:
         line = ",".join(_text(row.get(c)) for c in REQUEST_COLUMNS) + "\n"
-        os.write(self.rows, line.encode())
+        try:
+            os.write(self.rows, line.encode())
+        except OSError as error:
+            # Load whose rows are lost is worth nothing: stop, and let the parent read why.
+            print(f"cannot write {os.environ['KIT_REQUESTS']}: {error.strerror}", file=sys.stderr)
+            os._exit(1)
 
 
 def _text(value: Any) -> str:
@@ -53,7 +58,7 @@ def _text(value: Any) -> str:
     return str(value).translate(_PLAIN)
 
 
-_PLAIN = str.maketrans(",\n\r\"", "; '  "[:4])
+_PLAIN = str.maketrans({",": ";", "\n": " ", "\r": " ", '"': "'"})
 session: _Session
 
 

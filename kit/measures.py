@@ -22,6 +22,11 @@ PARTS = ("router_s", "batch_wait_s", "inference_s", "rest_s")
 OUTCOMES = ("ok", "rejected", "timeout", "invalid", "error", "cut")
 
 
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table as dicts."""
+    return [{str(k): v for k, v in row.items()} for row in table.to_dict("records")]
+
+
 def ok(requests: pd.DataFrame) -> pd.DataFrame:
     """The successful requests."""
     return requests[requests["outcome"] == "ok"]
@@ -236,6 +241,6 @@ def summary(run: Run) -> dict[str, Any]:
     }
     plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in found.items()}
     return plain | {
-        f"slo_{v.slo.removesuffix('_s')}_met_at_the_end": v.met_at_the_end
-        for v in verdicts(run).itertuples()
+        f"slo_{v['slo'].removesuffix('_s')}_met_at_the_end": v["met_at_the_end"]
+        for v in records(verdicts(run))
     }

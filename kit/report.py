@@ -295,9 +295,9 @@ def _export(place: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
-    html, _ = HTMLExporter(
-        exclude_input=True, exclude_output_prompt=True
-    ).from_notebook_node(notebook)
+    html, _ = HTMLExporter(exclude_input=True, exclude_output_prompt=True).from_notebook_node(
+        notebook
+    )
     (place / "report.html").write_text(html)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Sampler:
         self._busy: dict[str, tuple[float, float]] = {}
         self._pids: dict[str, int] = {}
         self.lost_replicas: list[tuple[float, str]] = []
+        self.error: str | None = None
 
     def start(self, t0_s: float) -> None:
         """Begin; times count from `t0_s` on the monotonic clock."""
@@ -59,6 +61,12 @@ class Sampler:
             self._thread.join(10)
 
     def _run(self) -> None:
+        try:
+            self._sample()
+        except OSError as error:
+            self.error = f"cannot write {self._path}: {error.strerror}"
+
+    def _sample(self) -> None:
         next_s = time.monotonic()
         with self._path.open("a") as file:
             while not self._stop.is_set():
@@ -105,7 +113,9 @@ class Sampler:
             counts["target_replicas"] = status.target
         return [(now_s, "serve", m, v) for m, v in counts.items()]
 
-    def _of_replicas(self, now_s: float, states: list[dict[str, Any]], in_flight: float) -> list[Row]:
+    def _of_replicas(
+        self, now_s: float, states: list[dict[str, Any]], in_flight: float
+    ) -> list[Row]:
         rows: list[Row] = []
         if not states:
             return rows
@@ -129,7 +139,5 @@ class Sampler:
 def read_samples(path: Path) -> pd.DataFrame:
     """A samples.csv as a table; a last line cut by a kill is left out."""
     types = {"time_s": "float64", "source": "str", "metric": "str", "value": "float64"}
-    from io import StringIO
-
     text = path.read_text()
     return pd.read_csv(StringIO(text[: text.rfind("\n") + 1]), dtype=types)

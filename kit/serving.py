@@ -32,7 +32,8 @@ MONITOR_APP: dict[str, Any] = {
 }
 POLL_S = 0.05
 LOOPBACK = "127.0.0.1"
-NODE_IP = "127.0.0.2" if sys.platform == "linux" else LOOPBACK  # Ray replaces 127.0.0.1 by the LAN address
+# Ray replaces 127.0.0.1 by the address of the network card; its other loopback ones it keeps.
+NODE_IP = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
 
 
 class ServingError(RuntimeError):
@@ -57,6 +58,7 @@ class Status:
     message: str
     target: int | None
     replicas: tuple[Replica, ...]
+    deployed_s: float
     config: dict[str, Any] = field(repr=False)
 
     @property
@@ -118,6 +120,7 @@ class Serving:
                 Replica(r["replica_id"], r["state"], r.get("pid"))
                 for r in deployment.get("replicas", [])
             ),
+            deployed_s=app.get("last_deployed_time_s", 0.0),
             config=deployment.get("deployment_config", {}),
         )
 
@@ -135,8 +138,7 @@ class Serving:
         """
         with self._lock:
             self._fits(settings)
-            self._put(settings)
-            self._wait(settings, timeout_s, at_least=_first_replicas(settings))
+            self._apply(settings, timeout_s, at_least=_first_replicas(settings))
             self.settings = settings
         return self
 
@@ -144,7 +146,8 @@ class Serving:
         """Change knobs of what runs, and wait until every running replica has the new values.
 
         Replicas that an update adds are not waited for. A change of a `restart` knob replaces the
-        replicas; the other costs leave them as they are.
+        replicas; the other costs leave them as they are. Without a difference nothing is sent:
+        every config that Serve receives starts its autoscaling delays anew.
 
         Raises:
             ServingError: when it is refused or fails; the settings before it are serving again.
@@ -153,17 +156,23 @@ class Serving:
             before = self.settings
             if before is None:
                 raise ServingError("nothing is deployed: call deploy(settings) first")
+            asked_s = time.monotonic()
+            if settings == before:
+                return Applied({}, asked_s, asked_s, 0)
             self._fits(settings)
             running = {r.replica_id: r.pid for r in self.status().running}
-            asked_s = time.monotonic()
+            needed = min(1, len(running))
             try:
-                self._put(settings)
-                status = self._wait(settings, timeout_s, at_least=min(1, len(running)))
-            except ServingError as error:
-                with contextlib.suppress(ServingError):
-                    self._put(before)
-                    self._wait(before, timeout_s, at_least=min(1, len(running)))
-                raise ServingError(f"{error}\nThe settings before it are serving again.") from None
+                status = self._apply(settings, timeout_s, needed)
+            except (ServingError, KeyboardInterrupt) as error:
+                again = "The settings before it are serving again."
+                try:
+                    self._apply(before, timeout_s, needed)
+                except ServingError as second:
+                    again = f"Going back to the settings before it failed too: {second}"
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise ServingError(f"{error}\n{again}") from None
             applied_s = time.monotonic()
             self.settings = settings
             now = {r.replica_id: r.pid for r in status.replicas}
@@ -189,9 +198,23 @@ class Serving:
     def _fits(self, settings: Settings) -> None:
         fixed = [k.name for k in knobs("start")]
         changed = [n for n in fixed if getattr(settings, n) != getattr(self._start, n)]
-        if changed and self.owned:
+        if not self.owned:
+            return
+        if changed:
             was = ", ".join(f"{n} = {getattr(self._start, n)!r}" for n in changed)
             raise ServingError(f"fixed since Ray started: {was}; shutdown() and start again")
+        import ray
+
+        # More than the whole cluster has would wait for ever, after stopping what serves now.
+        there = ray.cluster_resources()
+        for kind, each in (("CPU", settings.num_cpus), ("GPU", settings.num_gpus)):
+            wanted = each * settings.autoscaling_config()["max_replicas"]
+            if wanted > there.get(kind, 0):
+                raise ServingError(
+                    f"{settings.autoscaling_config()['max_replicas']} replicas with {each:g} {kind}s "
+                    f"each need {wanted:g}; this cluster has {there.get(kind, 0):g}: lower "
+                    f"num_{kind.lower()}s or max_replicas"
+                )
 
     def _others(self) -> list[dict[str, Any]]:
         """Apps that others deployed here: a declarative config without them would delete them."""
@@ -219,20 +242,24 @@ class Serving:
             ],
         }
 
-    def _put(self, settings: Settings) -> None:
+    def _apply(self, settings: Settings, timeout_s: float, at_least: int) -> Status:
+        """Send the config; poll until it and every running replica are as asked."""
+        before = self.status()
         try:
             self._client.deploy_applications(self.config(settings))
         except (RuntimeError, requests.RequestException) as error:
             raise ServingError(_why(error)) from None
-
-    def _wait(self, settings: Settings, timeout_s: float, at_least: int) -> Status:
-        """Poll until the effective config and every running replica are as asked."""
         wanted = settings.application()["deployments"][0]
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.status()
+            if status.deployed_s == before.deployed_s and time.monotonic() < deadline:
+                time.sleep(POLL_S)  # still about the config before
+                continue
             if status.app == "DEPLOY_FAILED" or status.deployment == "UNHEALTHY":
-                raise ServingError(f"Serve says {status.app}: {status.message or 'no reason given'}")
+                raise ServingError(
+                    f"Serve says {status.app}: {status.message or 'no reason given'}"
+                )
             missing = _differences(wanted, status.config)
             states = {s["replica_id"]: s for s in self.replicas()}
             mine = [states.get(r.replica_id, {}) for r in status.running]
@@ -253,7 +280,9 @@ class Serving:
 
 def _first_replicas(settings: Settings) -> int:
     auto = settings.autoscaling_config()
-    return int(auto["min_replicas"] if auto["initial_replicas"] is None else auto["initial_replicas"])
+    return int(
+        auto["min_replicas"] if auto["initial_replicas"] is None else auto["initial_replicas"]
+    )
 
 
 def _differences(wanted: dict[str, Any], effective: dict[str, Any]) -> list[str]:
@@ -315,9 +344,7 @@ def start(
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if settings.proxy == "haproxy" else "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # torch warns of the pynvml alias in every worker that imports it; this one text only.
-    os.environ.setdefault(
-        "PYTHONWARNINGS", "ignore:The pynvml package is deprecated:FutureWarning"
-    )
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:The pynvml package is deprecated:FutureWarning")
     context = ray.init(
         address="local",
         num_cpus=num_cpus,
@@ -353,6 +380,9 @@ def attach(dashboard_url: str, url: str | None = None) -> Serving:
     if url is None:
         host = urlsplit(dashboard_url).hostname or LOOPBACK
         serving.url = f"http://{host}:{options.get('port') or 8000}"
+    mine = serving.details().get("applications", {}).get(APP_NAME, {}).get("deployed_app_config")
+    if mine:
+        serving.settings = Settings.from_application(mine)
     return serving
 
 

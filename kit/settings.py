@@ -40,7 +40,7 @@ class SettingsError(ValueError):
 
 
 def _knob(default: Any, level: Level, cost: Cost, unit: str, text: str, **bounds: Any) -> Any:
-    extra = {"level": level, "cost": cost, "unit": unit}
+    extra: dict[str, Any] = {"level": level, "cost": cost, "unit": unit}
     return Field(default, description=text, json_schema_extra=extra, **bounds)
 
 
@@ -179,7 +179,9 @@ class Settings(BaseModel):
         if self.accelerator not in [*profile_names(), NO_ACCELERATOR]:
             near = difflib.get_close_matches(self.accelerator, profile_names(), 1, 0.0)[0]
             known = ", ".join([*profile_names(), NO_ACCELERATOR])
-            wrong.append(f"accelerator = {self.accelerator!r}: did you mean {near!r}? Known: {known}")
+            wrong.append(
+                f"accelerator = {self.accelerator!r}: did you mean {near!r}? Known: {known}"
+            )
         if self.min_replicas > self.max_replicas:
             wrong.append(
                 f"min_replicas = {self.min_replicas} is above max_replicas = {self.max_replicas}: "

@@ -181,4 +181,6 @@ def read_changes(path: Path) -> pd.DataFrame:
     """A changes.csv as a table; `from` and `to` are text."""
     numbers = ("asked_s", "applied_s", "restarted_replicas")
     types = {c: "float64" if c in numbers else "str" for c in CHANGE_COLUMNS}
-    return pd.read_csv(path, dtype=types, keep_default_na=False, na_values={c: [""] for c in numbers})
+    return pd.read_csv(
+        path, dtype=types, keep_default_na=False, na_values={c: [""] for c in numbers}
+    )

@@ -81,9 +81,7 @@ class Workload(_Checked):
         0.0, "s", "Mean pause of a user between answer and next request (exponential)",
         ge=0, le=3600,
     )  # fmt: skip
-    stages: tuple[Stage, ...] = _field(
-        (), "", "Later changes of the number of users", strict=False
-    )
+    stages: tuple[Stage, ...] = _field((), "", "Later changes of the number of users", strict=False)
     duration_s: float = _field(60.0, "s", "How long load is sent", gt=0, le=86_400)
     max_prompt_tokens: int = _field(
         8192, "tokens", "Longer prompts of the trace are cut to this", ge=1, le=131_072

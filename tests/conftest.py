@@ -1,0 +1,61 @@
+"""One Ray cluster for all tests that need one; tests that start their own come before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from kit.experiment import Change, Experiment, run
+from kit.serving import Serving, start
+from kit.settings import Settings
+from kit.store import Run
+from kit.workload import Workload
+
+BASE = Settings(time_scale=0.15, look_back_period_s=2.0, upscale_delay_s=1.0)
+"""What the shared cluster runs between tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "serving" in getattr(item, "fixturenames", ()):
+            item.add_marker("cluster")
+    # Two clusters at a time would share two cores.
+    items.sort(key=lambda item: "serving" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session")
+def _cluster() -> Iterator[Serving]:
+    with start(BASE) as serving:
+        serving.deploy(BASE)
+        yield serving
+
+
+@pytest.fixture
+def serving(_cluster: Serving) -> Iterator[Serving]:
+    """The shared cluster with `BASE` deployed and one replica running."""
+    if _cluster.settings != BASE:
+        _cluster.deploy(BASE)
+    yield _cluster
+
+
+@pytest.fixture
+def measure(serving: Serving, tmp_path: Path) -> Callable[..., Run]:
+    """Run some seconds of load on the shared cluster."""
+
+    def go(settings: Settings, *timeline: Change, **workload: object) -> Run:
+        given = {"users": 8, "duration_s": 6.0} | workload
+        experiment = Experiment(settings, Workload(**given), tuple(timeline))
+        return run(experiment, serving, tmp_path / "run", progress=False)
+
+    return go
+
+
+def ask(serving: Serving, body: object = None, **kwargs: object) -> requests.Response:
+    """One request to the app, by default a good one."""
+    good = {"prompt": "one two three", "max_tokens": 4}
+    if "data" not in kwargs:
+        kwargs["json"] = good if body is None else body
+    return requests.post(serving.url, timeout=30, **kwargs)  # type: ignore[arg-type]
