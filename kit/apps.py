@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from kit.clock import clock_id
 from kit.engine import Done, EmulatedEngine, Job
-from kit.gate import Gate
+from kit.gate import Gate, Turn
 from kit.settings import DEPLOYMENT_NAME, Settings, SettingsError, describe, explain
 
 MONITOR_NAME = "kit-monitor"
@@ -53,7 +53,7 @@ class _Model:
     def __init__(self, accelerator: str, time_scale: float, load_time_s: float) -> None:
         self.engine = EmulatedEngine(accelerator, time_scale, load_time_s)
         self.user_config: dict[str, Any] = {}
-        self.refused: str | None = None
+        self.refused: dict[str, Any] | None = None
         self.ongoing = 0
         self._max_new_tokens = 1
         self._clock = clock_id()
@@ -69,7 +69,7 @@ class _Model:
         try:
             checked = Settings(**user_config).user_config()
         except (SettingsError, TypeError) as error:
-            self.refused = str(error)
+            self.refused = {"user_config": user_config, "why": str(error)}
         else:
             self.apply(checked)
             self.user_config, self.refused = user_config, None
@@ -180,17 +180,14 @@ class Batched(_Model):
         self._batch.set_batch_wait_timeout_s(float(values["batch_wait_timeout_s"]))
 
     async def execute(self, job: Job) -> Done:
-        async with self._gate.admitted():
-            done: Done = await self._batch(job)
+        async with self._gate.turn() as turn:
+            done: Done = await self._batch(job, turn)
         return done
 
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.0)
-    async def _batch(self, jobs: list[Job]) -> list[Done]:
-        self._gate.set_busy(True)
-        try:
+    async def _batch(self, jobs: list[Job], turns: list[Turn]) -> list[Done]:
+        with self._gate.batch(turns):
             return await self.engine.run(jobs)
-        finally:
-            self._gate.set_busy(False)
 
     async def check_health(self) -> None:
         """Unhealthy when the task that forms batches has died: requests would hang for ever."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kit.accelerator import NO_ACCELERATOR, profile
 
-_TEXT = "lorem ipsum dolor amet "  # four words, one emulated token each
+_TEXT = "lorem ipsum dolor magna "  # words of five letters, one emulated token each
 
 
 @dataclass(frozen=True)

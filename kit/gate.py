@@ -10,45 +10,67 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+Turn = asyncio.Future[None]
 
 
 class Gate:
-    """Admits at most `limit` at a time, in order of arrival, and none while `busy`."""
+    """Lets at most `limit` wait for their batch at a time, in order of arrival; none while one runs.
+
+    `limit` and `open` (everybody may pass) may be changed at any time; then call `release`.
+    """
 
     def __init__(self) -> None:
         self.limit = 1
         self.open = False
-        self._busy = False
-        self._inside = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._running = 0
+        self._waiting: deque[Turn] = deque()
+        self._inside: set[Turn] = set()  # admitted, their batch not yet begun
+        self._leftover = False
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        """Wait for a turn; the place is given back at the end of the block, cancelled or not."""
-        turn = asyncio.get_running_loop().create_future()
+    async def turn(self) -> AsyncIterator[Turn]:
+        """Wait to be let in; leaving the block gives the place back, cancelled or not."""
+        turn: Turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self.release()
         try:
             await turn
-            yield
+            yield turn
         finally:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-            else:
-                self._inside -= 1
-            self.release()
+            self._inside.discard(turn)
+            self._settle()
 
-    def set_busy(self, busy: bool) -> None:
-        """Tell whether a batch runs."""
-        self._busy = busy
+    @contextmanager
+    def batch(self, turns: Collection[Turn]) -> Iterator[None]:
+        """Around the execution of a batch of those inside."""
+        self._inside.difference_update(turns)
+        # Who missed this batch is in one that closed already: filling up behind it would split
+        # every batch from now on, so the gate stays shut until that one has begun.
+        self._leftover = bool(self._inside)
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._inside:
+            self._leftover = False
         self.release()
 
     def release(self) -> None:
-        """Admit who may be admitted now; to be called after `limit` or `open` were changed."""
-        while self._waiting and (self.open or (not self._busy and self._inside < self.limit)):
+        """Let in whoever may be let in now."""
+        while self._waiting and (self.open or self._room()):
             turn = self._waiting.popleft()
-            self._inside += 1
             if not turn.done():
+                self._inside.add(turn)
                 turn.set_result(None)
+
+    def _room(self) -> bool:
+        return not self._running and not self._leftover and len(self._inside) < self.limit

@@ -125,7 +125,8 @@ class Serving:
         )
 
     def replicas(self) -> list[dict[str, Any]]:
-        """What each replica last reported of itself (`kit.apps`); empty when nothing answers."""
+        """What each replica last reported of itself (`kit.apps`), also those gone within the last
+        minute; empty when nothing answers."""
         with contextlib.suppress(requests.RequestException, ValueError):
             return list(self._monitor.get(f"{self.url}/kit", timeout=2).json()["replicas"])
         return []
@@ -263,10 +264,11 @@ class Serving:
             missing = _differences(wanted, status.config)
             states = {s["replica_id"]: s for s in self.replicas()}
             mine = [states.get(r.replica_id, {}) for r in status.running]
-            refused = [s["refused"] for s in mine if s.get("refused")]
-            if refused:
-                raise ServingError(f"the replicas refused it: {refused[0]}")
-            applied = all(s.get("user_config") == wanted["user_config"] for s in mine)
+            sent = wanted["user_config"]
+            for refused in filter(None, (s.get("refused") for s in mine)):
+                if refused["user_config"] == sent:
+                    raise ServingError(f"the replicas refused it: {refused['why']}")
+            applied = all(s.get("user_config") == sent and not s["refused"] for s in mine)
             if not missing and applied and len(mine) >= at_least and status.app == "RUNNING":
                 return status
             if time.monotonic() > deadline:

@@ -34,11 +34,11 @@ def _cluster() -> Iterator[Serving]:
 
 
 @pytest.fixture
-def serving(_cluster: Serving) -> Iterator[Serving]:
+def serving(_cluster: Serving) -> Serving:
     """The shared cluster with `BASE` deployed and one replica running."""
     if _cluster.settings != BASE:
         _cluster.deploy(BASE)
-    yield _cluster
+    return _cluster
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def measure(serving: Serving, tmp_path: Path) -> Callable[..., Run]:
     return go
 
 
-def ask(serving: Serving, body: object = None, **kwargs: object) -> requests.Response:
+def ask(serving: Serving, **kwargs: object) -> requests.Response:
     """One request to the app, by default a good one."""
     good = {"prompt": "one two three", "max_tokens": 4}
     if "data" not in kwargs:
-        kwargs["json"] = good if body is None else body
+        kwargs.setdefault("json", good)
     return requests.post(serving.url, timeout=30, **kwargs)  # type: ignore[arg-type]

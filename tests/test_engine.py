@@ -14,7 +14,10 @@ from kit.gate import Gate
 def test_one_request_takes_the_sum_of_its_steps() -> None:
     p = profile("h100.llama-3.1-8b.bf16")
     steps = sum(
-        p.d_s + p.e_s_per_sequence + p.host_overhead_s_per_step + p.f_s_per_context_token * (100 + k)
+        p.d_s
+        + p.e_s_per_sequence
+        + p.host_overhead_s_per_step
+        + p.f_s_per_context_token * (100 + k)
         for k in range(1, 50)
     )
     assert p.decode_s([100], [50]) == pytest.approx(steps)
@@ -53,46 +56,47 @@ def test_engine_runs_one_batch_at_a_time_as_long_as_the_formula_says() -> None:
     assert EmulatedEngine(NO_ACCELERATOR, 1.0, 0.0).batch_s(jobs) == 0
 
 
-class _Server:
-    """Stands in for @serve.batch: runs whatever was admitted when told to."""
-
-    def __init__(self, gate: Gate) -> None:
-        self.gate, self.inside = gate, []  # type: ignore[var-annotated]
-
-    async def request(self, name: int, done: asyncio.Event) -> None:
-        async with self.gate.admitted():
-            self.inside.append(name)
-            await done.wait()
-
-
 def test_gate_fills_the_next_batch_from_the_backlog_in_order() -> None:
     async def scenario() -> None:
-        gate = Gate()
+        gate, inside, leave = Gate(), {}, asyncio.Event()
         gate.limit = 3
-        server, events = _Server(gate), [asyncio.Event() for _ in range(10)]
-        tasks = [asyncio.create_task(server.request(k, events[k])) for k in range(10)]
-        await asyncio.sleep(0)
-        assert server.inside == [0, 1, 2]
-        gate.set_busy(True)
-        for k in range(3):
-            events[k].set()
+
+        async def request(name: int) -> None:
+            async with gate.turn() as turn:
+                inside[name] = turn
+                await leave.wait()
+
+        tasks = [asyncio.create_task(request(k)) for k in range(14)]
         await asyncio.sleep(0.01)
-        assert server.inside == [0, 1, 2], "nobody may enter while a batch runs"
-        gate.set_busy(False)
+        assert list(inside) == [0, 1, 2]
+        with gate.batch([inside[k] for k in (0, 1, 2)]):
+            await asyncio.sleep(0.01)
+            assert list(inside) == [0, 1, 2], "nobody enters while a batch runs"
         await asyncio.sleep(0.01)
-        assert server.inside == [0, 1, 2, 3, 4, 5]
-        tasks[3].cancel()  # one inside leaves, one waiting leaves: neither place is lost
-        tasks[6].cancel()
+        assert list(inside) == [0, 1, 2, 3, 4, 5], "a whole batch enters when one ends"
+
+        with gate.batch([inside[k] for k in (3, 4)]):  # closed too early: 5 missed it
+            pass
         await asyncio.sleep(0.01)
-        assert server.inside == [0, 1, 2, 3, 4, 5, 7]
+        assert 6 not in inside, "nobody fills up behind a batch that is closed already"
+        with gate.batch([inside[5]]):
+            pass
+        await asyncio.sleep(0.01)
+        assert list(inside)[6:] == [6, 7, 8], "after it, whole batches again"
+
+        with gate.batch([inside[6]]):
+            pass
+        for k in (7, 8, 9):  # those left over and one waiting go away: no place is lost
+            tasks[k].cancel()
+        await asyncio.sleep(0.01)
+        assert list(inside)[9:] == [10, 11, 12]
         gate.open = True
         gate.release()
         await asyncio.sleep(0.01)
-        assert server.inside == [0, 1, 2, 3, 4, 5, 7, 8, 9]
-        for event in events:
-            event.set()
+        assert 13 in inside
+        leave.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert gate._inside == 0
+        assert not gate._inside
         assert not gate._waiting
 
     asyncio.run(scenario())

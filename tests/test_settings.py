@@ -41,7 +41,9 @@ def test_o7_misplaced_and_misspelt_keys_name_the_right_place() -> None:
     deployment["max_batch_size"] = 4
     with pytest.raises(SettingsError) as error:
         Settings.from_application(app)
-    assert "max_ongoing_requests in autoscaling_config: belongs in the deployment" in str(error.value)
+    assert "max_ongoing_requests in autoscaling_config: belongs in the deployment" in str(
+        error.value
+    )
     assert "did you mean 'target_ongoing_requests'" in str(error.value)
     assert "max_batch_size in the deployment itself: belongs in user_config" in str(error.value)
 
