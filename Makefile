@@ -31,7 +31,7 @@ bench: setup
 	@$(PY) tests/bench.py
 
 lab: setup
-	@.venv/bin/jupyter lab --ip 127.0.0.1 notebooks
+	@.venv/bin/jupyter lab --ip 127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 setup: $(DONE)
 

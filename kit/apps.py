@@ -1,9 +1,10 @@
 """The Serve deployments, built from a declarative config: `kit.apps:build`, `kit.apps:monitor`.
 
 An app answers `POST /` with `{"prompt": str, "max_tokens": int}`. Each answer carries its own
-durations in a `Server-Timing` header (batch wait, inference), which replica and batch served it,
-and the instants of arrival and completion on the machine's monotonic clock, so that a client on the
-same machine can measure the way in and the way back instead of inferring them.
+durations in a `Server-Timing` header (batch wait, inference); a second one, `X-Served-By`, says which
+replica and batch (id, size) served it, and the instants of arrival and completion on the machine's
+monotonic clock, so that a client on the same machine measures the way in and the way back instead
+of inferring them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ray import serve
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from kit.clock import clock_id
+from kit.clock import SERVED_BY, clock_id
 from kit.engine import Done, EmulatedEngine, Job
 from kit.gate import Gate, Turn
 from kit.settings import DEPLOYMENT_NAME, Settings, SettingsError, describe, explain
@@ -104,9 +105,8 @@ class _Model:
                     f"batch_wait;dur={(done.started_s - arrived_s) * 1e3:.4f}, "
                     f"inference;dur={(done.done_s - done.started_s) * 1e3:.4f}"
                 ),
-                "X-Kit-Replica": self._replica_id,
-                "X-Kit-Batch": f"{done.batch_id} {done.batch_size}",
-                "X-Kit-Clock": f"{self._clock} {arrived_s:.6f} {done.done_s:.6f}",
+                SERVED_BY: f"{self._replica_id} {done.batch_id} {done.batch_size} {self._clock} "
+                f"{arrived_s:.6f} {done.done_s:.6f}",
             },
         )
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -37,14 +38,24 @@ def alive(pid: int, started_s: float | None) -> bool:
     return started_s is not None and _started_s(pid) == started_s
 
 
-def record(processes: Iterable[tuple[object, Any]], owner: int | None = None) -> None:
-    """Write down processes as (name, process), owned by this process unless `owner` is given."""
+def record(pids: Iterable[int] | None = None, owner: int | None = None) -> None:
+    """Write down what this process (or `owner`) started: by default all it has started so far."""
     owner = owner or os.getpid()
-    pids = [owner, *(p.pid for _, p in processes)]
+    if pids is None:
+        pids = [p.pid for p in psutil.Process(owner).children(recursive=True)]
     _folder().mkdir(mode=0o700, exist_ok=True)
     path = _folder() / f"{owner}.json"
-    known = dict(_read(path))
-    path.write_text(json.dumps(known | {p: _started_s(p) for p in pids}))
+    path.write_text(json.dumps(_read(path) | {p: _started_s(p) for p in [owner, *pids]}))
+
+
+def watch() -> subprocess.Popen[bytes]:
+    """A process that stops what is recorded as soon as this one is gone, however it went.
+
+    Closing its stdin ends it.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", "kit.leftovers"], stdin=subprocess.PIPE, start_new_session=True
+    )
 
 
 def forget() -> None:
@@ -88,3 +99,8 @@ def holder(port: int) -> str:
             if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN and c.pid:
                 return f"process {c.pid} ({' '.join(psutil.Process(c.pid).cmdline())[:80]})"
     return "another process"
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()  # ends when the process at the other end does
+    stop_all()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import psutil
 import requests
 
 from kit import leftovers
@@ -69,7 +68,7 @@ class Load:
                      "KIT_REQUESTS": str(self.path), "PYTHONUNBUFFERED": "1"},
                 cwd=folder,
             )  # fmt: skip
-        leftovers.record([("locust", psutil.Process(self._process.pid))])
+        leftovers.record([self._process.pid])
         self._reader = threading.Thread(target=self._listen, name="kit-load", daemon=True)
         self._reader.start()
         if not self._ready.wait(READY_S) or self._process.poll() is not None:

@@ -21,7 +21,7 @@ from gevent.os import tp_read
 from locust import FastHttpUser, events, task
 from locust.env import Environment
 
-from kit.clock import clock_id
+from kit.clock import SERVED_BY, clock_id
 from kit.load import REQUEST_COLUMNS
 from kit.workload import Lengths, Workload
 
@@ -34,7 +34,7 @@ class _Session:
     def __init__(self) -> None:
         self.workload = Workload.model_validate_json(os.environ["KIT_WORKLOAD"])
         self.lengths = Lengths(self.workload)
-        self.numbers = itertools.count()
+        self.numbers, self.users = itertools.count(), itertools.count()
         self.clock = clock_id()
         self.t0_s = 0.0
         self.in_flight = 0
@@ -70,7 +70,7 @@ class User(FastHttpUser):
     def __init__(self, environment: Environment) -> None:
         self.network_timeout = self.connection_timeout = session.workload.timeout_s
         super().__init__(environment)
-        self.dice = random.Random(f"{session.workload.seed}.{next(session.numbers)}")
+        self.dice = random.Random(f"{session.workload.seed}.{next(session.users)}")
 
     def wait_time(self) -> float:
         mean_s = session.workload.think_time_s
@@ -114,13 +114,12 @@ def _read(response: Any, sent_s: float, finished_s: float) -> dict[str, Any]:
         "status": status,
         "prompt_tokens": usage["prompt_tokens"],
         "output_tokens": usage["completion_tokens"],
-        "replica_id": headers["X-Kit-Replica"],
     }
-    row["batch_id"], row["batch_size"] = headers["X-Kit-Batch"].split()
+    replica, batch, size, clock, arrived_s, done_s = headers[SERVED_BY].split()
+    row |= {"replica_id": replica, "batch_id": batch, "batch_size": size}
     timing = dict(part.strip().split(";dur=") for part in headers["Server-Timing"].split(","))
     row["batch_wait_s"] = float(timing["batch_wait"]) / 1e3
     row["inference_s"] = float(timing["inference"]) / 1e3
-    clock, arrived_s, done_s = headers["X-Kit-Clock"].split()
     if clock == session.clock:
         row["router_s"] = float(arrived_s) - sent_s
         row["rest_s"] = finished_s - float(done_s)

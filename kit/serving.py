@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -310,6 +311,7 @@ def _why(error: Exception) -> str:
 
 
 _current: Serving | None = None
+_watchdog: subprocess.Popen[bytes] | None = None
 
 
 def start(
@@ -324,7 +326,7 @@ def start(
         ServingError: when the port is taken, Ray already runs in this process, or the running one
             was started with other `start` knobs.
     """
-    global _current
+    global _current, _watchdog
     settings = settings or Settings()
     if _current is not None:
         _current._fits(settings)
@@ -356,7 +358,8 @@ def start(
         log_to_driver=False,  # Ray's log thread would write into whichever cell called this
         logging_level="warning",
     )
-    leftovers.record(ray._private.worker._global_node.live_processes())
+    leftovers.record()
+    _watchdog = leftovers.watch()
     atexit.register(_stop_ray)
     _current = Serving(
         f"http://{context.dashboard_url}", f"http://{LOOPBACK}:{port}", True, settings
@@ -390,12 +393,15 @@ def attach(dashboard_url: str, url: str | None = None) -> Serving:
 
 def _stop_ray() -> None:
     """Stop the Ray of this process; quiet when there is none."""
+    global _watchdog
     import ray
 
     if ray.is_initialized():
         ray.shutdown()
-    leftovers.stop_all()
     leftovers.forget()
+    if _watchdog is not None:
+        _watchdog.communicate()
+        _watchdog = None
 
 
 def _check_port(port: int, patience_s: float = 5.0) -> None:

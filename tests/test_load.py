@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kit import measures
-from kit.clock import clock_id
+from kit.clock import SERVED_BY, clock_id
 from kit.load import Load, LoadError, read_requests
 from kit.workload import Stage, Workload
 
@@ -47,9 +47,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
             json.dumps({"text": "a", "usage": usage}).encode(),
             {
                 "Server-Timing": f"batch_wait;dur=0, inference;dur={1e3 * inference_s}",
-                "X-Kit-Replica": "r1",
-                "X-Kit-Batch": f"{number} 1",
-                "X-Kit-Clock": f"{clock_id()} {arrived_s} {time.monotonic()}",
+                SERVED_BY: f"r1 {number} 1 {clock_id()} {arrived_s} {time.monotonic()}",
             },
         )
 

@@ -16,6 +16,7 @@ from conftest import BASE, ask
 
 from kit import leftovers
 from kit import serving as serving_module
+from kit.clock import SERVED_BY
 from kit.experiment import Change
 from kit.load import Load
 from kit.serving import Serving, ServingError, attach, start
@@ -75,7 +76,7 @@ def test_a_new_batch_size_shows_in_the_answers(serving: Serving) -> None:
         serving.update(BASE.replace(max_batch_size=size, batch_wait_timeout_s=0.5))
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda _: ask(serving), range(4)))
-        assert {a.headers["X-Kit-Batch"].split()[1] for a in answers} == {str(size)}
+        assert {a.headers[SERVED_BY].split()[2] for a in answers} == {str(size)}
 
 
 def test_manual_scaling_and_back_keeps_the_first_replica(serving: Serving) -> None:
@@ -253,7 +254,7 @@ def test_o11_a_bad_body_is_told_why_and_leaves_its_batch_mates_alone(
     assert any(t in message for t in text.split("|")), message
     assert [a.status_code for a in answers] == [200, 200, 200]
     # The poison never reached the batch of the others.
-    assert {a.headers["X-Kit-Batch"].split()[1] for a in answers} == {"3"}
+    assert {a.headers[SERVED_BY].split()[2] for a in answers} == {"3"}
 
 
 def test_o12_autoscaling_reacts_within_seconds_not_ten(serving: Serving, tmp_path: Path) -> None:
@@ -317,7 +318,7 @@ def test_o22_leftovers_of_a_dead_owner_are_stopped_and_others_are_not() -> None:
     ours = subprocess.Popen(["sleep", "60"], start_new_session=True)
     other = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        leftovers.record([("x", ours)], owner=owner.pid)
+        leftovers.record([ours.pid], owner=owner.pid)
         assert ours.pid not in leftovers.stop_all()  # its owner lives
         owner.kill()
         owner.wait()
