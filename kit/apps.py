@@ -24,7 +24,8 @@ from starlette.responses import JSONResponse, Response
 from kit.clock import SERVED_BY, clock_id
 from kit.engine import Done, EmulatedEngine, Job
 from kit.gate import Gate, Turn
-from kit.settings import DEPLOYMENT_NAME, Settings, SettingsError, describe, explain
+from kit.knobs import describe, explain
+from kit.settings import DEPLOYMENT_NAME, Settings, SettingsError
 
 MONITOR_NAME = "kit-monitor"
 MAX_BODY_BYTES = 4_000_000

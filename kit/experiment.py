@@ -18,9 +18,11 @@ from tqdm import tqdm
 
 from kit import serving as serving_module
 from kit import store
+from kit.cluster import ServingError
+from kit.doubts import doubts
 from kit.load import Load, LoadError
 from kit.sampler import Sampler
-from kit.serving import Applied, Serving, ServingError
+from kit.serving import Applied, Serving
 from kit.settings import Settings, SettingsError, knobs
 from kit.store import CHANGE_COLUMNS, Run, StoreError
 from kit.workload import Workload
@@ -84,10 +86,10 @@ class Experiment:
             steps.append((at_s, settings))
         return steps
 
-    def warnings(self) -> list[str]:
+    def doubts(self) -> list[str]:
         """What settings at any step will probably surprise with."""
         every = [self.settings, *(s for _, s in self.steps())]
-        return list(dict.fromkeys(w for s in every for w in s.warnings()))
+        return list(dict.fromkeys(text for s in every for text in doubts(s)))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as `run.json` holds them."""
@@ -128,7 +130,7 @@ def run(
         experiment=experiment.as_dict(),
         environment=store.environment(),
         status="running",
-        notes=tuple(experiment.warnings()),
+        notes=tuple(experiment.doubts()),
         requests=pd.DataFrame(),
         samples=pd.DataFrame(),
         changes=pd.DataFrame(columns=list(CHANGE_COLUMNS)),

@@ -1,8 +1,10 @@
-"""What a run shows, in words: each sentence carries the figures it rests on."""
+"""What a run shows, in words and tables for people: each sentence carries its figures."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 from IPython.display import Markdown
@@ -139,3 +141,43 @@ def verdict_sentences(run: Run) -> list[str]:
             f"{v['whole_run_s']:.2f} s over the whole run)"
         )
     return texts
+
+
+def phase_table(run: Run) -> pd.DataFrame:
+    """The stretches of a run as a table for people; unit in each heading."""
+    t = measures.phases(run)
+    return pd.DataFrame(
+        {
+            "from": t["label"],
+            "throughput (requests/s)": t["throughput_rps"].round(1),
+            "output (tokens/s)": t["output_tokens_per_s"].round(0),
+            "end-to-end p50 (s)": t["e2e_p50_s"].round(2),
+            "end-to-end p95 (s)": t["e2e_p95_s"].round(2),
+            "queueing p95 (s)": t["queueing_p95_s"].round(2),
+            "inference p95 (s)": t["inference_p95_s"].round(2),
+            "batch (requests)": t["batch_size"].round(1),
+            "replicas": t["replicas"],
+            "accelerator busy (%)": (t["busy_share"] * 100).round(0),
+        }
+    ).set_index("from")
+
+
+def comparison_table(runs: Mapping[str, Run]) -> pd.DataFrame:
+    """The last stretch of several runs, a row each."""
+    return pd.concat([phase_table(r).tail(1).set_axis([name]) for name, r in runs.items()])
+
+
+def environment_table(run: Run, summary: Mapping[str, Any]) -> pd.DataFrame:
+    """What the figures depend on beside the settings."""
+    here = dict(run.environment)
+    packages = ", ".join(f"{k} {v}" for k, v in here.pop("packages").items())
+    changed = summary["change_applied_median_s"]
+    rows = {
+        "run": run.run_id,
+        **{k.replace("_", " "): v if v else "none" for k, v in here.items()},
+        "packages": packages,
+        "changes applied after (median)": "none made" if changed is None else f"{changed:.2f} s",
+        "replicas restarted by changes": f"{summary['restarted_replicas']:.0f}",
+        "parts miss end-to-end by (p99)": f"{1e3 * (summary['identity_error_p99_s'] or 0):.2f} ms",
+    }
+    return pd.DataFrame({"": {k: str(v) for k, v in rows.items()}})

@@ -188,7 +188,7 @@ def _waterfall(ax: Axes, good: pd.DataFrame) -> None:
 
 def comparison(runs: Mapping[str, Run]) -> Figure:
     """Runs side by side at the same load: throughput, and the parts of latency at p50 and p95."""
-    figure = Figure(figsize=(_WIDTH_IN, 3.4), layout="constrained", dpi=100)
+    figure = Figure(figsize=(_WIDTH_IN, 3.8), layout="constrained", dpi=100)
     axes = figure.subplots(1, 3)
     names = list(runs)
     stretches = [measures.phases(r).iloc[-1] for r in runs.values()]
@@ -208,7 +208,7 @@ def comparison(runs: Mapping[str, Run]) -> Figure:
     axes[2].legend(fontsize=7)
     for ax in axes:
         ax.tick_params(axis="x", labelsize=8)
-    figure.suptitle(accelerator_note(next(iter(runs.values()))).splitlines()[0], fontsize=9)
+    figure.suptitle(accelerator_note(next(iter(runs.values()))), fontsize=9)
     return figure
 
 

@@ -7,12 +7,7 @@ replica really runs. Nothing of this needs to be on the cluster's machine.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -21,7 +16,9 @@ from urllib.parse import urlsplit
 
 import requests
 
-from kit import leftovers
+from kit import cluster
+from kit.cluster import LOOPBACK, ServingError
+from kit.progress import waiting
 from kit.settings import APP_NAME, DEPLOYMENT_NAME, Settings, knobs
 
 MONITOR_APP: dict[str, Any] = {
@@ -32,13 +29,6 @@ MONITOR_APP: dict[str, Any] = {
     "deployments": [{"name": "Monitor", "ray_actor_options": {"num_cpus": 0}}],
 }
 POLL_S = 0.05
-LOOPBACK = "127.0.0.1"
-# Ray replaces 127.0.0.1 by the address of the network card; its other loopback ones it keeps.
-NODE_IP = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
-
-
-class ServingError(RuntimeError):
-    """Serve could not do what was asked; the text says why and what still runs."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +130,8 @@ class Serving:
         """
         with self._lock:
             self._fits(settings)
-            self._apply(settings, timeout_s, at_least=_first_replicas(settings))
+            with waiting(f"deploying the {settings.app} app"):
+                self._apply(settings, timeout_s, at_least=_first_replicas(settings))
             self.settings = settings
         return self
 
@@ -191,7 +182,7 @@ class Serving:
                 _current = None
             self._monitor.close()
             if self.owned:
-                _stop_ray()
+                cluster.stop_ray()
             elif self.settings is not None:
                 with contextlib.suppress(Exception):
                     self._client.deploy_applications({"applications": self._others()})
@@ -311,7 +302,6 @@ def _why(error: Exception) -> str:
 
 
 _current: Serving | None = None
-_watchdog: subprocess.Popen[bytes] | None = None
 
 
 def start(
@@ -326,44 +316,14 @@ def start(
         ServingError: when the port is taken, Ray already runs in this process, or the running one
             was started with other `start` knobs.
     """
-    global _current, _watchdog
+    global _current
     settings = settings or Settings()
     if _current is not None:
         _current._fits(settings)
         return _current
-    import ray
-
-    if ray.is_initialized():
-        raise ServingError(
-            "Ray already runs in this process, started by something else: call ray.shutdown() "
-            "first, or kit.attach(dashboard_url) to use it as it is"
-        )
-    leftovers.stop_all()
-    _check_port(port)
-    # Ray 2.60.0 pushes every metrics_interval_s and never reads these two; its deprecation note
-    # says that later releases will, so both are set.
-    for side in ("REPLICA", "HANDLE"):
-        name = f"RAY_SERVE_{side}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
-        os.environ[name] = str(settings.metrics_interval_s)
-    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if settings.proxy == "haproxy" else "0"
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # torch warns of the pynvml alias in every worker that imports it; this one text only.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:The pynvml package is deprecated:FutureWarning")
-    context = ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=True,
-        dashboard_host=LOOPBACK,
-        _node_ip_address=NODE_IP,
-        log_to_driver=False,  # Ray's log thread would write into whichever cell called this
-        logging_level="warning",
-    )
-    leftovers.record()
-    _watchdog = leftovers.watch()
-    atexit.register(_stop_ray)
-    _current = Serving(
-        f"http://{context.dashboard_url}", f"http://{LOOPBACK}:{port}", True, settings
-    )
+    with waiting("starting Ray"):
+        dashboard_url = cluster.start_ray(settings, port, num_cpus)
+    _current = Serving(dashboard_url, f"http://{LOOPBACK}:{port}", True, settings)
     return _current
 
 
@@ -389,34 +349,3 @@ def attach(dashboard_url: str, url: str | None = None) -> Serving:
     if mine:
         serving.settings = Settings.from_application(mine)
     return serving
-
-
-def _stop_ray() -> None:
-    """Stop the Ray of this process; quiet when there is none."""
-    global _watchdog
-    import ray
-
-    if ray.is_initialized():
-        ray.shutdown()
-    leftovers.forget()
-    if _watchdog is not None:
-        _watchdog.communicate()
-        _watchdog = None
-
-
-def _check_port(port: int, patience_s: float = 5.0) -> None:
-    """A port of a cluster that is just going down comes free within seconds."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                s.bind((LOOPBACK, port))
-                return
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise ServingError(
-                        f"port {port} is taken ({error.strerror}) by {leftovers.holder(port)}: stop "
-                        f"that, or choose another with start(port=…)"
-                    ) from None
-        time.sleep(0.2)

@@ -9,19 +9,13 @@ running deployment: `live`, from the `next batch` on, or a `restart` of its repl
 from __future__ import annotations
 
 import difflib
-import types
-import typing
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from kit.accelerator import NO_ACCELERATOR, profile_names
-
-Level = Literal["app", "batching", "deployment", "autoscaling", "start"]
-Cost = Literal["live", "next batch", "restart"]
+from kit.knobs import Knob, Level, describe, explain, knob
 
 APP_NAME = "kit"
 DEPLOYMENT_NAME = "Model"
@@ -39,11 +33,6 @@ class SettingsError(ValueError):
     """Settings that cannot work; the text names the value, what was allowed and what to do."""
 
 
-def _knob(default: Any, level: Level, cost: Cost, unit: str, text: str, **bounds: Any) -> Any:
-    extra: dict[str, Any] = {"level": level, "cost": cost, "unit": unit}
-    return Field(default, description=text, json_schema_extra=extra, **bounds)
-
-
 class Settings(BaseModel):
     """All knobs of one deployment, validated and frozen. Times in seconds.
 
@@ -55,112 +44,110 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     # What runs: given to the application builder, so a change restarts its replicas.
-    app: Literal["batched", "unbatched"] = _knob(
+    app: Literal["batched", "unbatched"] = knob(
         "batched", "app", "restart", "", "Which serving app runs: one request at a time, or batches"
     )
-    accelerator: str = _knob(
+    accelerator: str = knob(
         "h100.llama-3.1-8b.bf16", "app", "restart", "", "Which accelerator and model are emulated"
     )
-    time_scale: float = _knob(
+    time_scale: float = knob(
         1.0, "app", "restart", "x", "Factor on the emulated accelerator's times: above 1 is slower",
         ge=0.001, le=1000,
     )  # fmt: skip
-    load_time_s: float = _knob(
+    load_time_s: float = knob(
         0.0, "app", "restart", "s", "Emulated time to load the model when a replica starts",
         ge=0, le=3600,
     )  # fmt: skip
 
     # user_config: reaches running replicas through reconfigure().
-    max_batch_size: int = _knob(
+    max_batch_size: int = knob(
         8, "batching", "next batch", "requests", "Most requests in one batch", ge=1, le=512
     )
-    batch_wait_timeout_s: float = _knob(
+    batch_wait_timeout_s: float = knob(
         0.01, "batching", "next batch", "s", "Longest wait for a batch to fill, from its first "
         "request on", ge=0, le=60,
     )  # fmt: skip
-    hold_while_busy: bool = _knob(
+    hold_while_busy: bool = knob(
         True, "batching", "next batch", "", "Hold requests back while a batch runs, so that the "
         "next one fills from the backlog; False is plain @serve.batch",
     )  # fmt: skip
-    max_new_tokens: int = _knob(
+    max_new_tokens: int = knob(
         4096, "batching", "next batch", "tokens", "Cap on the output of every request, whatever it "
         "asks for", ge=1, le=131072,
     )  # fmt: skip
 
-    num_replicas: Annotated[int, Ge(1), Le(1000)] | Literal["auto"] = _knob(
+    num_replicas: Annotated[int, Ge(1), Le(1000)] | Literal["auto"] = knob(
         1, "deployment", "live", "replicas", "A fixed number of replicas, or 'auto': between "
         "min_replicas and max_replicas",
     )  # fmt: skip
-    max_ongoing_requests: int = _knob(
+    max_ongoing_requests: int = knob(
         64, "deployment", "live", "requests", "Most requests inside one replica; the rest wait in "
         "the router", ge=1, le=100_000,
     )  # fmt: skip
-    max_queued_requests: int = _knob(
+    max_queued_requests: int = knob(
         -1, "deployment", "live", "requests", "Most requests waiting in the router before new ones "
         "are rejected; -1 is no limit", ge=-1, le=1_000_000,
     )  # fmt: skip
-    graceful_shutdown_timeout_s: float = _knob(
+    graceful_shutdown_timeout_s: float = knob(
         20.0, "deployment", "live", "s", "How long a stopping replica may finish its requests",
         ge=0, le=3600,
     )  # fmt: skip
-    health_check_period_s: float = _knob(
+    health_check_period_s: float = knob(
         10.0, "deployment", "live", "s", "Time between health checks of a replica", gt=0, le=3600
     )
-    num_cpus: float = _knob(
+    num_cpus: float = knob(
         0.1, "deployment", "restart", "CPUs", "CPUs reserved for each replica", ge=0, le=256
     )
-    num_gpus: float = _knob(
+    num_gpus: float = knob(
         0.0, "deployment", "restart", "GPUs", "GPUs reserved for each replica", ge=0, le=64
     )
 
-    min_replicas: int = _knob(
-        1, "autoscaling", "live", "replicas", "Fewest replicas", ge=0, le=1000
-    )
-    max_replicas: int = _knob(
+    min_replicas: int = knob(1, "autoscaling", "live", "replicas", "Fewest replicas", ge=0, le=1000)
+    max_replicas: int = knob(
         1, "autoscaling", "live", "replicas", "Most replicas; Ray's default of 1 never scales",
         ge=1, le=1000,
     )  # fmt: skip
-    initial_replicas: int | None = _knob(
+    initial_replicas: int | None = knob(
         None, "autoscaling", "live", "replicas", "Replicas at the first deployment; empty means "
         "min_replicas", ge=0, le=1000,
     )  # fmt: skip
-    target_ongoing_requests: float = _knob(
+    target_ongoing_requests: float = knob(
         2.0, "autoscaling", "live", "requests", "Requests per replica, running and queued, that the "
         "autoscaler aims at", gt=0, le=10_000,
     )  # fmt: skip
-    upscale_delay_s: float = _knob(
+    upscale_delay_s: float = knob(
         30.0, "autoscaling", "live", "s", "How long demand must be high before replicas are added",
         ge=0, le=3600,
     )  # fmt: skip
-    downscale_delay_s: float = _knob(
+    downscale_delay_s: float = knob(
         600.0, "autoscaling", "live", "s", "How long demand must be low before replicas go",
         ge=0, le=86_400,
     )  # fmt: skip
-    downscale_to_zero_delay_s: float | None = _knob(
+    downscale_to_zero_delay_s: float | None = knob(
         None, "autoscaling", "live", "s", "The same for the last replica; empty means "
         "downscale_delay_s", ge=0, le=86_400,
     )  # fmt: skip
-    upscaling_factor: float = _knob(
+    upscaling_factor: float = knob(
         1.0, "autoscaling", "live", "x", "Gain on each step up", gt=0, le=100
     )
-    downscaling_factor: float = _knob(
+    downscaling_factor: float = knob(
         1.0, "autoscaling", "live", "x", "Gain on each step down", gt=0, le=100
     )
-    metrics_interval_s: float = _knob(
+    metrics_interval_s: float = knob(
         0.5, "autoscaling", "live", "s", "How often replicas and handles report to the autoscaler "
         "(Ray's default of 10 s delays every decision)", gt=0, le=600,
     )  # fmt: skip
-    look_back_period_s: float = _knob(
+    look_back_period_s: float = knob(
         30.0, "autoscaling", "live", "s", "Window over which requests are averaged", gt=0, le=3600
     )
-    aggregation_function: Literal["mean", "max", "min"] = _knob(
+    aggregation_function: Literal["mean", "max", "min"] = knob(
         "mean", "autoscaling", "live", "", "How the readings in the window become one number"
     )
 
-    request_timeout_s: float = _knob(
+    request_timeout_s: float = knob(
         120.0, "start", "restart", "s", "After this the proxy gives up on a request", gt=0, le=3600
     )
-    proxy: Literal["default", "haproxy"] = _knob(
+    proxy: Literal["default", "haproxy"] = knob(
         "default", "start", "restart", "", "The HTTP entrance of Serve"
     )
 
@@ -212,46 +199,6 @@ class Settings(BaseModel):
             for k in knobs()
             if getattr(self, k.name) != getattr(other, k.name)
         }
-
-    def warnings(self) -> list[str]:
-        """What works but will probably surprise: a sentence each, saying what will happen."""
-        found = []
-        auto = self.num_replicas == "auto"
-        if self.app == "batched" and self.max_batch_size > self.max_ongoing_requests:
-            found.append(
-                f"max_batch_size = {self.max_batch_size} is above max_ongoing_requests = "
-                f"{self.max_ongoing_requests}: no batch will hold more than "
-                f"{self.max_ongoing_requests} requests, and each will wait the full "
-                f"batch_wait_timeout_s = {self.batch_wait_timeout_s:g} s."
-            )
-        if auto and self.max_replicas == self.min_replicas:
-            found.append(
-                f"min_replicas = max_replicas = {self.max_replicas}: the autoscaler is on but will "
-                "never add or remove a replica."
-            )
-        if auto and self.look_back_period_s <= self.metrics_interval_s:
-            found.append(
-                f"look_back_period_s = {self.look_back_period_s:g} s is not above metrics_interval_s = "
-                f"{self.metrics_interval_s:g} s: the autoscaler will decide on one reading or none, "
-                "and its reaction will lag by a whole interval."
-            )
-        if auto and self.app == "batched" and self.target_ongoing_requests < self.max_batch_size:
-            found.append(
-                f"target_ongoing_requests = {self.target_ongoing_requests:g} is under one batch of "
-                f"{self.max_batch_size}: replicas will be added before a batch is full, and batches "
-                "will stay small."
-            )
-        if (
-            auto
-            and self.proxy == "haproxy"
-            and self.target_ongoing_requests >= self.max_ongoing_requests
-        ):
-            found.append(
-                f"target_ongoing_requests = {self.target_ongoing_requests:g} is not below "
-                f"max_ongoing_requests = {self.max_ongoing_requests}: behind HAProxy the autoscaler "
-                "does not see requests that queue, so it will not add replicas."
-            )
-        return found
 
     def user_config(self) -> dict[str, Any]:
         """The knobs that reach running replicas through `reconfigure`."""
@@ -325,88 +272,12 @@ class Settings(BaseModel):
         return cls(**values)
 
 
-@dataclass(frozen=True)
-class Knob:
-    """One knob as widgets, tables and error texts see it. `None` bounds are open."""
-
-    name: str
-    level: Level
-    cost: Cost
-    unit: str
-    help: str
-    default: Any
-    kind: Literal["whole number", "number", "choice", "text"]
-    low: float | None
-    high: float | None
-    low_open: bool
-    choices: tuple[Any, ...]
-    nullable: bool
-
-    @property
-    def allowed(self) -> str:
-        """What the knob takes, in words: `a whole number from 1 to 512 (requests)`."""
-        words = []
-        if self.kind in ("whole number", "number"):
-            start = f"above {self.low:g}" if self.low_open else f"from {self.low:g}"
-            words.append(f"a {self.kind} {start} to {self.high:g}")
-            if self.unit:
-                words[-1] += f" ({self.unit})"
-        elif self.kind == "text":
-            words.append("text")
-        words += [repr(c) for c in self.choices]
-        return " or ".join(words + (["None"] if self.nullable else []))
-
-
-def describe(model: type[BaseModel], name: str) -> Knob:
-    """Read one field of a pydantic model whose `json_schema_extra` has level, cost and unit."""
-    field = model.model_fields[name]
-    hint = typing.get_type_hints(model, include_extras=True)[name]
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    annotated = typing.get_args(hint) if is_union else (hint,)
-    parts = [getattr(p, "__origin__", p) if hasattr(p, "__metadata__") else p for p in annotated]
-    metadata = [*field.metadata, *(m for p in annotated for m in getattr(p, "__metadata__", ()))]
-    choices = tuple(c for p in parts if typing.get_origin(p) is Literal for c in typing.get_args(p))
-    if bool in parts:
-        choices = (True, False)
-    kinds = {int: "whole number", float: "number", str: "text"}
-    kind = next((kinds[p] for p in parts if p in kinds), "choice")
-    bounds = {k: getattr(m, k) for m in metadata for k in ("ge", "gt", "le") if hasattr(m, k)}
-    extra = typing.cast(dict[str, Any], field.json_schema_extra or {})
-    return Knob(
-        name=name,
-        level=extra.get("level", "app"),
-        cost=extra.get("cost", "restart"),
-        unit=extra.get("unit", ""),
-        help=field.description or "",
-        default=None if field.default is PydanticUndefined else field.default,
-        kind=typing.cast(Any, kind),
-        low=bounds.get("ge", bounds.get("gt")),
-        high=bounds.get("le"),
-        low_open="gt" in bounds,
-        choices=choices,
-        nullable=type(None) in parts,
-    )
-
-
 _BY_NAME: dict[str, Knob] = {name: describe(Settings, name) for name in Settings.model_fields}
 
 
 def knobs(level: Level | None = None) -> list[Knob]:
     """The registry, all of it or one level, in the order of definition."""
     return [k for k in _BY_NAME.values() if level in (None, k.level)]
-
-
-def explain(error: ValidationError, known: dict[str, Knob]) -> str:
-    """A pydantic error in our words: a line for each wrong field."""
-    lines: dict[str, str] = {}
-    for e in error.errors():
-        name = str(e["loc"][0]) if e["loc"] else ""
-        if name in known:
-            value = e["input"]
-            lines[name] = f"{name} = {value!r}: must be {known[name].allowed}"
-        else:
-            lines[name] = str(e["msg"]).removeprefix("Value error, ")
-    return "\n".join(lines.values())
 
 
 def _unknown(name: str, level: Level | None) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kit.accelerator import DATA
-from kit.settings import describe, explain
+from kit.knobs import describe, explain
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import types
 
 import pytest
 
 from kit.accelerator import NO_ACCELERATOR, profile, profile_names
+from kit.apps import Batched
 from kit.engine import EmulatedEngine, Job
 from kit.gate import Gate
 
@@ -54,6 +56,16 @@ def test_engine_runs_one_batch_at_a_time_as_long_as_the_formula_says() -> None:
     assert len(first[1].text.split()) == 80
     assert engine.busy_s >= engine.batch_s(jobs) + engine.batch_s(jobs[:1])
     assert EmulatedEngine(NO_ACCELERATOR, 1.0, 0.0).batch_s(jobs) == 0
+
+
+def test_o5_a_dead_batching_task_makes_the_replica_unhealthy() -> None:
+    async def dead() -> bool:
+        return False
+
+    replica = object.__new__(Batched)
+    replica._batch = types.SimpleNamespace(_is_batching_task_alive=dead)
+    with pytest.raises(RuntimeError, match="must be replaced"):
+        asyncio.run(replica.check_health())
 
 
 def test_gate_fills_the_next_batch_from_the_backlog_in_order() -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 from conftest import BASE, ask
@@ -17,9 +18,10 @@ from conftest import BASE, ask
 from kit import leftovers
 from kit import serving as serving_module
 from kit.clock import SERVED_BY
+from kit.cluster import ServingError, check_port
 from kit.experiment import Change
 from kit.load import Load
-from kit.serving import Serving, ServingError, attach, start
+from kit.serving import Serving, attach, start
 from kit.settings import Settings
 from kit.store import Run
 from kit.workload import Workload
@@ -338,7 +340,7 @@ def test_a_taken_port_is_named_with_its_holder() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ServingError, match=rf"port {port} is taken .* process {os.getpid()}"):
-            serving_module._check_port(port, patience_s=0.1)
+            check_port(port, patience_s=0.1)
 
 
 def test_ray_started_by_something_else_is_named(
@@ -359,6 +361,21 @@ def test_attach_reads_what_runs_and_leaves_it_running(serving: Serving) -> None:
     guest.update(BASE)
     with pytest.raises(ServingError, match="cannot attach to"):
         attach("http://127.0.0.1:9")
+
+
+def test_a_killed_load_generator_marks_the_run_and_keeps_its_rows(
+    measure: Callable[..., Run],
+) -> None:
+    def kill() -> None:
+        (locust,) = [p for p in psutil.Process().children() if "locust" in " ".join(p.cmdline())]
+        locust.kill()
+
+    threading.Timer(5.0, kill).start()
+    run = measure(BASE, users=8, duration_s=30.0)
+    assert run.status == "failed"
+    assert "the load generator died" in run.notes[-1]
+    assert "killed by signal 9" in run.notes[-1]
+    assert len(run.requests) > 8
 
 
 def test_a_killed_replica_is_marked_in_the_run_and_replaced(

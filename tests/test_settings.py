@@ -7,6 +7,7 @@ import math
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
+from kit.doubts import doubts
 from kit.settings import PRESETS, Settings, SettingsError, knobs
 
 BAD = [0, -1, 2.5, "0.05", "eight", math.nan, None, True, [4], 10_000]
@@ -90,25 +91,25 @@ def test_config_reads_back_to_the_same_settings(changes: dict[str, object]) -> N
 
 
 def test_o10_batch_above_max_ongoing_requests_is_warned_about() -> None:
-    text = " ".join(Settings(max_ongoing_requests=3, max_batch_size=8).warnings())
+    text = " ".join(doubts(Settings(max_ongoing_requests=3, max_batch_size=8)))
     assert "no batch will hold more than 3 requests" in text
-    assert not Settings().warnings()
+    assert not doubts(Settings())
 
 
 def test_o12_look_back_not_above_the_push_interval_is_warned_about() -> None:
     auto = Settings(num_replicas="auto", max_replicas=3, target_ongoing_requests=8.0)
-    assert not auto.warnings()
+    assert not doubts(auto)
     slow = auto.replace(metrics_interval_s=10.0, look_back_period_s=2.0)
-    assert "not above metrics_interval_s = 10 s" in " ".join(slow.warnings())
+    assert "not above metrics_interval_s = 10 s" in " ".join(doubts(slow))
 
 
 def test_doubtful_autoscaling_is_warned_about() -> None:
     auto = Settings(num_replicas="auto", max_replicas=3, max_ongoing_requests=5)
-    assert "under one batch of 8" in " ".join(auto.warnings())
+    assert "under one batch of 8" in " ".join(doubts(auto))
     stuck = auto.replace(max_replicas=1)
-    assert "never add or remove" in " ".join(stuck.warnings())
+    assert "never add or remove" in " ".join(doubts(stuck))
     blind = auto.replace(proxy="haproxy", target_ongoing_requests=5.0)
-    assert "behind HAProxy" in " ".join(blind.warnings())
+    assert "behind HAProxy" in " ".join(doubts(blind))
 
 
 def test_diff_names_what_changed() -> None:

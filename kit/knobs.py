@@ -1,0 +1,100 @@
+"""What a knob is: a field of a pydantic model, with unit, bounds, help and what a change costs.
+
+Models declare fields with `knob`; `describe` reads one back for widgets, tables and error texts, and
+`explain` says in those words what pydantic found wrong.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import PydanticUndefined
+
+Level = Literal["app", "batching", "deployment", "autoscaling", "start"]
+Cost = Literal["live", "next batch", "restart"]
+
+
+def knob(default: Any, level: Level, cost: Cost, unit: str, text: str, **bounds: Any) -> Any:
+    """A pydantic field that is a knob; `bounds` are pydantic's `ge`, `gt`, `le`."""
+    extra: dict[str, Any] = {"level": level, "cost": cost, "unit": unit}
+    return Field(default, description=text, json_schema_extra=extra, **bounds)
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One knob as widgets, tables and error texts see it. `None` bounds are open."""
+
+    name: str
+    level: Level
+    cost: Cost
+    unit: str
+    help: str
+    default: Any
+    kind: Literal["whole number", "number", "choice", "text"]
+    low: float | None
+    high: float | None
+    low_open: bool
+    choices: tuple[Any, ...]
+    nullable: bool
+
+    @property
+    def allowed(self) -> str:
+        """What the knob takes, in words: `a whole number from 1 to 512 (requests)`."""
+        words = []
+        if self.kind in ("whole number", "number"):
+            start = f"above {self.low:g}" if self.low_open else f"from {self.low:g}"
+            words.append(f"a {self.kind} {start} to {self.high:g}")
+            if self.unit:
+                words[-1] += f" ({self.unit})"
+        elif self.kind == "text":
+            words.append("text")
+        words += [repr(c) for c in self.choices]
+        return " or ".join(words + (["None"] if self.nullable else []))
+
+
+def describe(model: type[BaseModel], name: str) -> Knob:
+    """Read one field of a pydantic model whose `json_schema_extra` has level, cost and unit."""
+    field = model.model_fields[name]
+    hint = typing.get_type_hints(model, include_extras=True)[name]
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    annotated = typing.get_args(hint) if is_union else (hint,)
+    parts = [getattr(p, "__origin__", p) if hasattr(p, "__metadata__") else p for p in annotated]
+    metadata = [*field.metadata, *(m for p in annotated for m in getattr(p, "__metadata__", ()))]
+    choices = tuple(c for p in parts if typing.get_origin(p) is Literal for c in typing.get_args(p))
+    if bool in parts:
+        choices = (True, False)
+    kinds = {int: "whole number", float: "number", str: "text"}
+    kind = next((kinds[p] for p in parts if p in kinds), "choice")
+    bounds = {k: getattr(m, k) for m in metadata for k in ("ge", "gt", "le") if hasattr(m, k)}
+    extra = typing.cast(dict[str, Any], field.json_schema_extra or {})
+    return Knob(
+        name=name,
+        level=extra.get("level", "app"),
+        cost=extra.get("cost", "restart"),
+        unit=extra.get("unit", ""),
+        help=field.description or "",
+        default=None if field.default is PydanticUndefined else field.default,
+        kind=typing.cast(Any, kind),
+        low=bounds.get("ge", bounds.get("gt")),
+        high=bounds.get("le"),
+        low_open="gt" in bounds,
+        choices=choices,
+        nullable=type(None) in parts,
+    )
+
+
+def explain(error: ValidationError, known: dict[str, Knob]) -> str:
+    """A pydantic error in our words: a line for each wrong field."""
+    lines: dict[str, str] = {}
+    for e in error.errors():
+        name = str(e["loc"][0]) if e["loc"] else ""
+        if name in known:
+            value = e["input"]
+            lines[name] = f"{name} = {value!r}: must be {known[name].allowed}"
+        else:
+            lines[name] = str(e["msg"]).removeprefix("Value error, ")
+    return "\n".join(lines.values())
