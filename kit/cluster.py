@@ -27,7 +27,8 @@ def start_ray(settings: Settings, port: int, num_cpus: int | None) -> str:
     """Start Ray with what `settings` fix at the start; returns the URL of its dashboard.
 
     Raises:
-        ServingError: when Ray runs in this process already, or Serve's `port` is taken.
+        ServingError: when Ray runs in this process already, Locust was imported into it, or
+            Serve's `port` is taken.
     """
     global _watchdog
     import ray
@@ -36,6 +37,11 @@ def start_ray(settings: Settings, port: int, num_cpus: int | None) -> str:
         raise ServingError(
             "Ray already runs in this process, started by something else: call ray.shutdown() "
             "first, or kit.attach(dashboard_url) to use it as it is"
+        )
+    if "locust" in sys.modules:
+        raise ServingError(
+            "locust was imported in this process: it replaces sockets and threads by gevent's, and "
+            "Ray hangs on them. Restart the kernel; the kit runs Locust in a process of its own"
         )
     leftovers.stop_all()
     check_port(port)

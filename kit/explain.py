@@ -151,8 +151,8 @@ def phase_table(run: Run) -> pd.DataFrame:
             "from": t["label"],
             "throughput (requests/s)": t["throughput_rps"].round(1),
             "output (tokens/s)": t["output_tokens_per_s"].round(0),
-            "end-to-end p50 (s)": t["e2e_p50_s"].round(2),
-            "end-to-end p95 (s)": t["e2e_p95_s"].round(2),
+            "E2E p50 (s)": t["e2e_p50_s"].round(2),
+            "E2E p95 (s)": t["e2e_p95_s"].round(2),
             "queueing p95 (s)": t["queueing_p95_s"].round(2),
             "inference p95 (s)": t["inference_p95_s"].round(2),
             "batch (requests)": t["batch_size"].round(1),
@@ -170,14 +170,15 @@ def comparison_table(runs: Mapping[str, Run]) -> pd.DataFrame:
 def environment_table(run: Run, summary: Mapping[str, Any]) -> pd.DataFrame:
     """What the figures depend on beside the settings."""
     here = dict(run.environment)
-    packages = ", ".join(f"{k} {v}" for k, v in here.pop("packages").items())
+    packages = here.pop("packages")
+    here["memory (GiB)"] = f"{here.pop('memory_bytes') / 2**30:.1f}"
     changed = summary["change_applied_median_s"]
     rows = {
         "run": run.run_id,
         **{k.replace("_", " "): v if v else "none" for k, v in here.items()},
-        "packages": packages,
+        **packages,
         "changes applied after (median)": "none made" if changed is None else f"{changed:.2f} s",
         "replicas restarted by changes": f"{summary['restarted_replicas']:.0f}",
-        "parts miss end-to-end by (p99)": f"{1e3 * (summary['identity_error_p99_s'] or 0):.2f} ms",
+        "parts miss E2E by (p99)": f"{1e3 * (summary['identity_error_p99_s'] or 0):.2f} ms",
     }
     return pd.DataFrame({"": {k: str(v) for k, v in rows.items()}})

@@ -55,8 +55,8 @@ class Parameters(BaseModel):
     max_ongoing_requests: int = 64
     later_max_batch_size: int = 16
     later_batch_wait_timeout_s: float = 0.05
-    max_replicas: int = 3
-    target_ongoing_requests: float = 12.0
+    max_replicas: int = 4
+    target_ongoing_requests: float = 8.0
     upscale_delay_s: float = 2.0
     look_back_period_s: float = 4.0
     slo_e2e_p95_s: float = 1.5
@@ -258,9 +258,9 @@ def _export(place: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
-    html, _ = HTMLExporter(exclude_input=True, exclude_output_prompt=True).from_notebook_node(
-        notebook
-    )
+    html, _ = HTMLExporter(
+        exclude_input=True, exclude_output_prompt=True, exclude_input_prompt=True
+    ).from_notebook_node(notebook)
     (place / "report.html").write_text(html)
 
 

@@ -8,6 +8,7 @@ replica really runs. Nothing of this needs to be on the cluster's machine.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -86,6 +87,7 @@ class Serving:
         self._client = ServeSubmissionClient(dashboard_url)
         self._monitor = requests.Session()
         self._start = start
+        self._deployed = False
         self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
@@ -130,20 +132,23 @@ class Serving:
         """
         with self._lock:
             self._fits(settings)
+            self._deployed = True
             with waiting(f"deploying the {settings.app} app"):
-                self._apply(settings, timeout_s, at_least=_first_replicas(settings))
+                self._apply_or_go_back(settings, timeout_s, _first_replicas(settings))
             self.settings = settings
         return self
 
-    def update(self, settings: Settings, timeout_s: float = 30.0) -> Applied:
+    def update(self, settings: Settings, timeout_s: float = 120.0) -> Applied:
         """Change knobs of what runs, and wait until every running replica has the new values.
 
-        Replicas that an update adds are not waited for. A change of a `restart` knob replaces the
-        replicas; the other costs leave them as they are. Without a difference nothing is sent:
-        every config that Serve receives starts its autoscaling delays anew.
+        Replicas that the autoscaler adds are not waited for; those that a larger fixed number adds
+        are. A change of a `restart` knob replaces the replicas; the other costs leave them as they
+        are. Without a difference nothing is sent: every config that Serve receives starts its
+        autoscaling delays anew.
 
         Raises:
-            ServingError: when it is refused or fails; the settings before it are serving again.
+            ServingError: when it is refused, fails, or is not in effect after `timeout_s`; the
+                settings before it are serving again.
         """
         with self._lock:
             before = self.settings
@@ -154,18 +159,7 @@ class Serving:
                 return Applied({}, asked_s, asked_s, 0)
             self._fits(settings)
             running = {r.replica_id: r.pid for r in self.status().running}
-            needed = min(1, len(running))
-            try:
-                status = self._apply(settings, timeout_s, needed)
-            except (ServingError, KeyboardInterrupt) as error:
-                again = "The settings before it are serving again."
-                try:
-                    self._apply(before, timeout_s, needed)
-                except ServingError as second:
-                    again = f"Going back to the settings before it failed too: {second}"
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                raise ServingError(f"{error}\n{again}") from None
+            status = self._apply_or_go_back(settings, timeout_s, min(1, len(running)))
             applied_s = time.monotonic()
             self.settings = settings
             now = {r.replica_id: r.pid for r in status.replicas}
@@ -183,7 +177,7 @@ class Serving:
             self._monitor.close()
             if self.owned:
                 cluster.stop_ray()
-            elif self.settings is not None:
+            elif self._deployed:
                 with contextlib.suppress(Exception):
                     self._client.deploy_applications({"applications": self._others()})
             self.settings = None
@@ -199,14 +193,13 @@ class Serving:
         import ray
 
         # More than the whole cluster has would wait for ever, after stopping what serves now.
-        there = ray.cluster_resources()
+        n = _first_replicas(settings)
         for kind, each in (("CPU", settings.num_cpus), ("GPU", settings.num_gpus)):
-            wanted = each * settings.autoscaling_config()["max_replicas"]
-            if wanted > there.get(kind, 0):
+            there = ray.cluster_resources().get(kind, 0)
+            if each * max(1, n) > there:
                 raise ServingError(
-                    f"{settings.autoscaling_config()['max_replicas']} replicas with {each:g} {kind}s "
-                    f"each need {wanted:g}; this cluster has {there.get(kind, 0):g}: lower "
-                    f"num_{kind.lower()}s or max_replicas"
+                    f"{max(1, n)} replicas with {each:g} {kind}s each need {each * max(1, n):g}; "
+                    f"this cluster has {there:g}: lower num_{kind.lower()}s or the replicas"
                 )
 
     def _others(self) -> list[dict[str, Any]]:
@@ -234,6 +227,23 @@ class Serving:
                 *([] if self.owned else self._others()),
             ],
         }
+
+    def _apply_or_go_back(self, settings: Settings, timeout_s: float, at_least: int) -> Status:
+        """`_apply`; when it fails or is interrupted, what was serving before serves again."""
+        before = self.settings
+        try:
+            return self._apply(settings, timeout_s, at_least)
+        except (ServingError, KeyboardInterrupt) as error:
+            if before is None:
+                raise
+            again = "The settings before it are serving again."
+            try:
+                self._apply(before, timeout_s, min(1, at_least))
+            except ServingError as second:
+                again = f"Going back to the settings before it failed too: {second}"
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise ServingError(f"{error}\n{again}") from None
 
     def _apply(self, settings: Settings, timeout_s: float, at_least: int) -> Status:
         """Send the config; poll until it and every running replica are as asked."""
@@ -293,7 +303,7 @@ def _differences(wanted: dict[str, Any], effective: dict[str, Any]) -> list[str]
 
 def _why(error: Exception) -> str:
     text = str(error)
-    if "401" in text or "authentication" in text.lower():
+    if re.search(r"\b401\b", text) or "authentication" in text.lower():
         return (
             "the cluster wants a token (401). A local cluster's token is found by itself; for "
             "another, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token before attaching"

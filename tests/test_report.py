@@ -101,6 +101,12 @@ def test_o17_o25_imports_bring_neither_locust_nor_warnings(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_o17_locust_in_the_kernel_is_explained_instead_of_hanging() -> None:
+    code = "import locust, kit; kit.start()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Restart the kernel; the kit runs Locust in a process of its own" in done.stderr
+
+
 def test_o25_without_a_driver_there_is_a_gap_and_no_zero() -> None:
     from kit import gpu
 

@@ -279,7 +279,7 @@ def test_o12_autoscaling_reacts_within_seconds_not_ten(serving: Serving, tmp_pat
 def test_o15_more_than_the_cluster_holds_is_refused_at_once(serving: Serving) -> None:
     for change, text in (
         ({"num_replicas": 3, "num_cpus": 8.0}, "3 replicas with 8 CPUs each need 24"),
-        ({"num_gpus": 1.0}, "this cluster has 0: lower num_gpus"),
+        ({"num_gpus": 1.0}, "1 replicas with 1 GPUs each need 1; this cluster has 0"),
     ):
         with pytest.raises(ServingError, match=text):
             serving.update(BASE.replace(**change))
@@ -303,6 +303,22 @@ def test_o16_shed_load_is_told_apart_and_does_not_flatter_the_percentiles(
     assert found["rejected_requests"] == len(shed)
     assert found["e2e_p50_s"] == pytest.approx(served["e2e_s"].median())
     assert found["e2e_p50_s"] > run.requests["e2e_s"].median()
+
+
+def test_o25_ray_workers_import_pynvml_without_its_warning(serving: Serving) -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def heard() -> list[str]:
+        import warnings
+
+        with warnings.catch_warnings(record=True) as found:
+            import pynvml  # noqa: F401
+
+            warnings.warn("another one", FutureWarning, stacklevel=1)
+        return [str(w.message) for w in found]
+
+    assert ray.get(heard.remote()) == ["another one"]
 
 
 def test_o22_start_again_is_the_same_cluster_and_other_start_knobs_are_refused(
@@ -359,6 +375,8 @@ def test_attach_reads_what_runs_and_leaves_it_running(serving: Serving) -> None:
     assert guest.update(guest.settings.replace(max_batch_size=6)).restarted_replicas == 0
     assert running_config(serving)["max_batch_size"] == 6
     guest.update(BASE)
+    guest.shutdown()
+    assert ask(serving).status_code == 200
     with pytest.raises(ServingError, match="cannot attach to"):
         attach("http://127.0.0.1:9")
 
