@@ -137,8 +137,14 @@ def run(
         folder=folder or store.RUNS / run_id,
     )
     store.write(empty)
-    serving.deploy(experiment.settings)
-    attempt = _Attempt(experiment, serving, empty)
+    try:
+        serving.deploy(experiment.settings)
+        attempt = _Attempt(experiment, serving, empty)
+    except BaseException as error:
+        status: store.Ending = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        notes = (*empty.notes, f"ended before any load: {error or type(error).__name__}")
+        store.write(replace(empty, status=status, notes=notes))
+        raise
     try:
         return attempt.run(progress)
     finally:
@@ -230,13 +236,13 @@ class _Attempt:
             self.notes.append(f"refused {asked_s - self.t0_s:.1f} s into the run: {error}")
             self._record(applied, str(error).splitlines()[0])
         else:
-            self._record(applied, "")
             if before.num_replicas == step.num_replicas == "auto":
                 self.notes.append(
                     f"the change {asked_s - self.t0_s:.1f} s into the run started the autoscaler's "
                     f"delays anew (upscale_delay_s = {step.upscale_delay_s:g} s): Serve does so with "
                     "every config it receives"
                 )
+            self._record(applied, "")
 
     def _record(self, applied: Applied, error: str) -> None:
         for knob, (was, now) in applied.changes.items():
@@ -251,14 +257,19 @@ class _Attempt:
                     "error": error,
                 }
             )
+        store.write(self._so_far())
+
+    def _so_far(self) -> Run:
+        changes = pd.DataFrame(self.changes, columns=list(CHANGE_COLUMNS))
+        return replace(self.blank, notes=tuple(self.notes), changes=changes)
 
     def _finish(self, status: store.Ending) -> Run:
         self.close()
         died = [
             f"replica {name} died {t:.1f} s into the run" for t, name in self.sampler.lost_replicas
         ]
-        changes = pd.DataFrame(self.changes, columns=list(CHANGE_COLUMNS))
-        done = replace(self.blank, status=status, notes=(*self.notes, *died), changes=changes)
+        self.notes += died
+        done = replace(self._so_far(), status=status)
         store.write(done)
         whole = store.load(done.folder)
         if status == "complete" and not len(whole.requests):

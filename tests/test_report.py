@@ -128,9 +128,11 @@ def begin(folder: Path, port: int, **parameters: object) -> subprocess.Popen[str
     )  # fmt: skip
 
 
-def wait_for_rows(folder: Path, n: int, timeout_s: float = 90.0) -> None:
+def wait_for_rows(
+    folder: Path, n: int, name: str = "requests.csv", timeout_s: float = 90.0
+) -> None:
     deadline = time.monotonic() + timeout_s
-    path = folder / "requests.csv"
+    path = folder / name
     while not path.exists() or len(path.read_text().splitlines()) < n:
         assert time.monotonic() < deadline, "no load within the time"
         time.sleep(0.2)
@@ -156,6 +158,7 @@ def test_o22_an_ended_report_keeps_its_rows_and_leaves_nothing_running(
     place, port = tmp_path / "reports" / "one", free_port()
     report = begin(place, port)
     wait_for_rows(place, 40)
+    wait_for_rows(place, 2, name="changes.csv")
     everything = offspring(report.pid)
     assert any("raylet" in p.name() for p in everything)
     if how == "Ctrl-C":
@@ -169,6 +172,8 @@ def test_o22_an_ended_report_keeps_its_rows_and_leaves_nothing_running(
     assert run.status in ("killed", "interrupted")
     assert json.loads((place / "run.json").read_text())["status"] == run.status
     assert len(run.requests) >= 39  # the file has a heading
+    assert list(run.changes["knob"]) == ["max_batch_size"]
+    assert len(run.samples) > 20
     assert (place / "report.html").stat().st_size > 10_000
     assert (place.parent / "latest").resolve() == place
     assert_gone(everything, port)

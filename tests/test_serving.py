@@ -15,11 +15,12 @@ import pytest
 import requests
 from conftest import BASE, ask
 
-from kit import leftovers
+from kit import leftovers, store
 from kit import serving as serving_module
 from kit.clock import SERVED_BY
 from kit.cluster import ServingError, check_port
-from kit.experiment import Change
+from kit.experiment import Change, Experiment
+from kit.experiment import run as run_experiment
 from kit.load import Load
 from kit.serving import Serving, attach, start
 from kit.settings import Settings
@@ -379,6 +380,17 @@ def test_attach_reads_what_runs_and_leaves_it_running(serving: Serving) -> None:
     assert ask(serving).status_code == 200
     with pytest.raises(ServingError, match="cannot attach to"):
         attach("http://127.0.0.1:9")
+
+
+def test_a_run_that_could_not_be_deployed_says_so_on_disk(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = Experiment(BASE.replace(num_gpus=1.0), Workload(duration_s=2.0))
+    with pytest.raises(ServingError, match="this cluster has 0"):
+        run_experiment(experiment, serving, tmp_path, progress=False)
+    kept = store.load(tmp_path)
+    assert kept.status == "failed"
+    assert "this cluster has 0" in kept.notes[-1]
 
 
 def test_a_killed_load_generator_marks_the_run_and_keeps_its_rows(
