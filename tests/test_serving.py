@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures
 import os
 import socket
@@ -380,6 +381,17 @@ def test_attach_reads_what_runs_and_leaves_it_running(serving: Serving) -> None:
     assert ask(serving).status_code == 200
     with pytest.raises(ServingError, match="cannot attach to"):
         attach("http://127.0.0.1:9")
+
+
+def test_an_interrupted_run_keeps_what_it_measured_and_says_so(
+    serving: Serving, measure: Callable[..., Run]
+) -> None:
+    threading.Timer(6.0, _thread.interrupt_main).start()
+    run = measure(BASE, users=8, duration_s=30.0)
+    assert run.status == "interrupted"
+    assert "interrupted" in run.notes[-1]
+    assert len(run.requests) > 8
+    assert ask(serving).status_code == 200
 
 
 def test_a_run_that_could_not_be_deployed_says_so_on_disk(
