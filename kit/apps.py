@@ -1,10 +1,10 @@
 """The Serve deployments, built from a declarative config: `kit.apps:build`, `kit.apps:monitor`.
 
 An app answers `POST /` with `{"prompt": str, "max_tokens": int}`. Each answer carries its own
-durations in a `Server-Timing` header (batch wait, inference); a second one, `X-Served-By`, says which
-replica and batch (id, size) served it, and the instants of arrival and completion on the machine's
-monotonic clock, so that a client on the same machine measures the way in and the way back instead
-of inferring them.
+durations in a `Server-Timing` header (batch wait, engine queue, prefill, decode); a second one,
+`X-Served-By`, says which replica and batch (id, size) served it, and the instants of arrival and
+completion on the machine's monotonic clock, so that a client on the same machine measures the way
+in and the way back instead of inferring them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from kit.clock import SERVED_BY, clock_id
-from kit.engine import Done, EmulatedEngine, Job
+from kit.continuous import ContinuousEngine
+from kit.engine import Done, Engine, Job, StaticEngine
 from kit.gate import Gate, Turn
 from kit.knobs import describe, explain
 from kit.settings import DEPLOYMENT_NAME, Settings, SettingsError
@@ -52,8 +53,9 @@ class BadRequest(ValueError):
 class _Model:
     """What every app does around its engine: read, refuse, time, answer, report."""
 
-    def __init__(self, accelerator: str, time_scale: float, load_time_s: float) -> None:
-        self.engine = EmulatedEngine(accelerator, time_scale, load_time_s)
+    engine: Engine
+
+    def __init__(self) -> None:
         self.user_config: dict[str, Any] = {}
         self.refused: dict[str, Any] | None = None
         self.ongoing = 0
@@ -103,8 +105,10 @@ class _Model:
             {"text": done.text, "usage": usage},
             headers={
                 "Server-Timing": (
-                    f"batch_wait;dur={(done.started_s - arrived_s) * 1e3:.4f}, "
-                    f"inference;dur={(done.done_s - done.started_s) * 1e3:.4f}"
+                    f"batch_wait;dur={(done.queued_s - arrived_s) * 1e3:.4f}, "
+                    f"engine_queue;dur={(done.started_s - done.queued_s) * 1e3:.4f}, "
+                    f"prefill;dur={(done.first_token_s - done.started_s) * 1e3:.4f}, "
+                    f"decode;dur={(done.done_s - done.first_token_s) * 1e3:.4f}"
                 ),
                 SERVED_BY: f"{self._replica_id} {done.batch_id} {done.batch_size} {self._clock} "
                 f"{arrived_s:.6f} {done.done_s:.6f}",
@@ -123,7 +127,7 @@ class _Model:
             output_tokens=min(request.max_tokens, self._max_new_tokens),
             arrived_s=arrived_s,
         )
-        room = self.engine.profile.kv_capacity_tokens
+        room = self.engine.kv_cache_tokens
         if job.prompt_tokens + job.output_tokens > room:
             raise BadRequest(
                 f"prompt of {job.prompt_tokens} tokens + max_tokens of {job.output_tokens} exceed "
@@ -145,6 +149,7 @@ class _Model:
             "executing": self.engine.executing,
             "batches": self.engine.batches,
             "busy_s": self.engine.busy_s,
+            "engine": self.engine.stats(),
         }
 
     async def _report(self) -> None:
@@ -162,6 +167,12 @@ class _Model:
 class Unbatched(_Model):
     """One request at a time; the others wait for the accelerator inside the replica."""
 
+    engine: StaticEngine
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__()
+        self.engine = StaticEngine(**_shared(args))
+
     async def execute(self, job: Job) -> Done:
         return (await self.engine.run([job]))[0]
 
@@ -169,8 +180,11 @@ class Unbatched(_Model):
 class Batched(_Model):
     """Dynamic batching by `@serve.batch`, one batch at a time."""
 
+    engine: StaticEngine
+
     def __init__(self, **args: Any) -> None:
-        super().__init__(**args)
+        super().__init__()
+        self.engine = StaticEngine(**_shared(args))
         self._gate = Gate()
 
     def apply(self, values: dict[str, Any]) -> None:
@@ -194,6 +208,24 @@ class Batched(_Model):
         """Unhealthy when the task that forms batches has died: requests would hang for ever."""
         if not await self._batch._is_batching_task_alive():
             raise RuntimeError("the @serve.batch task is dead; this replica must be replaced")
+
+
+class Continuous(_Model):
+    """Continuous batching: requests join and leave the running batch at every model step."""
+
+    engine: ContinuousEngine
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__()
+        self.engine = ContinuousEngine(**args)
+
+    async def execute(self, job: Job) -> Done:
+        return await self.engine.submit(job)
+
+
+def _shared(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that engines without continuous batching take too."""
+    return {k: v for k, v in args.items() if not k.startswith("max_num_")}
 
 
 async def _body(request: Request) -> bytes:
@@ -234,7 +266,7 @@ class Monitor:
 _REQUEST_FIELDS = {
     name: describe(CompletionRequest, name) for name in CompletionRequest.model_fields
 }
-_APPS = {"unbatched": Unbatched, "batched": Batched}
+_APPS = {"unbatched": Unbatched, "batched": Batched, "continuous": Continuous}
 
 
 def build(args: dict[str, Any]) -> serve.Application:

@@ -16,6 +16,12 @@ def doubts(settings: Settings) -> list[str]:
             f"{settings.max_ongoing_requests} requests, and each will wait the full "
             f"batch_wait_timeout_s = {settings.batch_wait_timeout_s:g} s."
         )
+    if settings.app == "continuous" and settings.max_num_seqs > settings.max_ongoing_requests:
+        found.append(
+            f"max_num_seqs = {settings.max_num_seqs} is above max_ongoing_requests = "
+            f"{settings.max_ongoing_requests}: no more than {settings.max_ongoing_requests} "
+            "sequences will ever run together; the rest of the requests wait in the router."
+        )
     if auto and settings.max_replicas == settings.min_replicas:
         found.append(
             f"min_replicas = max_replicas = {settings.max_replicas}: the autoscaler is on but will "

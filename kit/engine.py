@@ -1,17 +1,19 @@
-"""The engine inside a replica: takes batches, keeps the accelerator's time.
+"""The engine inside a replica: takes requests, keeps the accelerator's time.
 
-The emulated engine stands in for the GPU's time only. It is one accelerator: batches run one after
-the other, each for as long as the closed form of `kit.accelerator` says, times `time_scale`.
+The emulated engines stand in for the GPU's time only. Each is one accelerator: this module's runs
+static batches one after the other, each for as long as the closed form of `kit.accelerator` says,
+times `time_scale`; `kit.continuous` runs continuous batching.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kit.accelerator import NO_ACCELERATOR, profile
+from kit.accelerator import profile
 
 _TEXT = "lorem ipsum dolor magna "  # words of five letters, one emulated token each
 
@@ -27,63 +29,108 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a job: its text, and the batch that served it (monotonic seconds)."""
+    """What became of a job: its text, the batch that served it, and its instants (monotonic s).
+
+    `queued_s` is when the engine got it, `started_s` when its execution began. With continuous
+    batching the batch is the model step in which the request ended.
+    """
 
     text: str
     batch_id: int
     batch_size: int
+    queued_s: float
     started_s: float
+    first_token_s: float
     done_s: float
 
 
-class EmulatedEngine:
-    """One emulated accelerator. Loading blocks for `load_time_s`, like reading weights does."""
+class Engine:
+    """What all emulated engines share. Loading blocks for `load_time_s`, as reading weights does."""
 
-    def __init__(self, accelerator: str, time_scale: float, load_time_s: float) -> None:
+    def __init__(
+        self,
+        accelerator: str,
+        time_scale: float,
+        load_time_s: float,
+        kv_cache_tokens: int | None = None,
+    ) -> None:
         self.profile = profile(accelerator)
         self.time_scale = time_scale
+        self.kv_cache_tokens = kv_cache_tokens or self.profile.kv_capacity_tokens
         self.batches = 0
         self.executing = 0
-        self._free = asyncio.Lock()
         self._busy_s = 0.0
-        self._running_since_s: float | None = None
+        self._since_s: float | None = None
         time.sleep(load_time_s)
 
     @property
     def busy_s(self) -> float:
         """Seconds of work since the start, the running batch included."""
-        since = self._running_since_s
+        since = self._since_s
         return self._busy_s + (0.0 if since is None else time.monotonic() - since)
 
-    def batch_s(self, jobs: Sequence[Job]) -> float:
-        """Seconds this batch will take here."""
-        if self.profile.name == NO_ACCELERATOR:
-            return 0.0
-        prompts, outputs = [j.prompt_tokens for j in jobs], [j.output_tokens for j in jobs]
-        return self.profile.static_batch_s(prompts, outputs) * self.time_scale
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around work of the accelerator: counts as busy time."""
+        self._since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_s += time.monotonic() - self._since_s
+            self._since_s = None
+
+    def stats(self) -> dict[str, float]:
+        """Figures of the engine now, by the names they are sampled under."""
+        raise NotImplementedError
+
+
+class StaticEngine(Engine):
+    """Static batches: all of a batch start together and come back together."""
+
+    def __init__(
+        self,
+        accelerator: str,
+        time_scale: float,
+        load_time_s: float,
+        kv_cache_tokens: int | None = None,
+    ) -> None:
+        super().__init__(accelerator, time_scale, load_time_s, kv_cache_tokens)
+        self._free = asyncio.Lock()
+        self._held_tokens = 0
 
     async def run(self, jobs: Sequence[Job]) -> list[Done]:
-        """Run one static batch; every job of it comes back at the same time."""
+        """Run one batch; it waits for the one before it."""
+        prompts, outputs = [j.prompt_tokens for j in jobs], [j.output_tokens for j in jobs]
         async with self._free:
-            started_s = self._running_since_s = time.monotonic()
-            self.batches += 1
-            batch_id, self.executing = self.batches, len(jobs)
-            try:
-                # Against an absolute deadline, so that being woken late does not add up.
-                wait_s = started_s + self.batch_s(jobs) - time.monotonic()
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
-            finally:
-                done_s = time.monotonic()
-                self._busy_s += done_s - started_s
-                self._running_since_s, self.executing = None, 0
+            with self.working():
+                started_s = time.monotonic()
+                self.batches += 1
+                batch_id, self.executing = self.batches, len(jobs)
+                self._held_tokens = len(jobs) * (max(prompts) + max(outputs))
+                try:
+                    prefill_s = self.profile.prefill_s(prompts) * self.time_scale
+                    decode_s = self.profile.decode_s(prompts, outputs) * self.time_scale
+                    first_token_s = await _until(started_s + prefill_s)
+                    done_s = await _until(started_s + prefill_s + decode_s)
+                finally:
+                    self.executing = self._held_tokens = 0
         return [
-            Done(
-                text=(_TEXT * (j.output_tokens // 4 + 1))[: j.output_tokens * 6 - 1].rstrip(),
-                batch_id=batch_id,
-                batch_size=len(jobs),
-                started_s=started_s,
-                done_s=done_s,
-            )
-            for j in jobs
+            Done(text_of(o), batch_id, len(jobs), started_s, started_s, first_token_s, done_s)
+            for o in outputs
         ]
+
+    def stats(self) -> dict[str, float]:
+        return {"kv_cache_share": self._held_tokens / self.kv_cache_tokens}
+
+
+async def _until(deadline_s: float) -> float:
+    """Sleep until a deadline, so that being woken late does not add up; returns the time then."""
+    wait_s = deadline_s - time.monotonic()
+    if wait_s > 0:
+        await asyncio.sleep(wait_s)
+    return time.monotonic()
+
+
+def text_of(tokens: int) -> str:
+    """A text of that many words."""
+    return (_TEXT * (tokens // 4 + 1))[: tokens * 6 - 1].rstrip()

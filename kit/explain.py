@@ -96,8 +96,10 @@ _REMEDY = {
     "router_s": "Requests wait for a place in a replica: raise max_ongoing_requests or replicas.",
     "batch_wait_s": "Requests wait behind running batches: a larger batch or more replicas help; "
     "on an idle accelerator, a shorter batch_wait_timeout_s does.",
-    "inference_s": "The model itself takes the time: smaller batches, shorter outputs or a faster "
-    "accelerator help; more replicas only where queueing is left.",
+    "engine_queue_s": "Requests wait for a slot or for KV cache: more of either, or more replicas.",
+    "prefill_s": "Reading the prompts takes the time: shorter prompts, or a smaller batch of them.",
+    "decode_s": "Generating takes the time: smaller batches, shorter outputs or a faster accelerator "
+    "help; more replicas only where queueing is left.",
     "rest_s": "The way back dominates: the plumbing, not the model, is what is being measured.",
 }
 

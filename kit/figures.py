@@ -23,13 +23,17 @@ from kit.store import Run
 PART_COLOURS = {
     "router_s": "#E69F00",
     "batch_wait_s": "#F0E442",
-    "inference_s": "#0072B2",
+    "engine_queue_s": "#CC79A7",
+    "prefill_s": "#56B4E9",
+    "decode_s": "#0072B2",
     "rest_s": "#999999",
 }
 PART_NAMES = {
     "router_s": "queueing: router",
     "batch_wait_s": "queueing: batch wait",
-    "inference_s": "inference",
+    "engine_queue_s": "queueing: engine",
+    "prefill_s": "inference: prefill",
+    "decode_s": "inference: decode",
     "rest_s": "rest (way back)",
 }
 OUTCOME_COLOURS = dict(
@@ -71,9 +75,10 @@ def latency(ax: Axes, run: Run, q: int) -> None:
     if not len(table):
         _nothing(ax)
         return
+    parts = _seen(run.requests)
     ax.stackplot(
-        table["time_s"], [table[f"p{q}_{p}"].fillna(0) for p in PARTS],
-        labels=[PART_NAMES[p] for p in PARTS], colors=[PART_COLOURS[p] for p in PARTS],
+        table["time_s"], [table[f"p{q}_{p}"].fillna(0) for p in parts],
+        labels=[PART_NAMES[p] for p in parts], colors=[PART_COLOURS[p] for p in parts],
     )  # fmt: skip
     if q == 95:
         ax.plot(
@@ -171,17 +176,18 @@ def distribution(run: Run) -> Figure:
 
 
 def _waterfall(ax: Axes, good: pd.DataFrame) -> None:
-    means = good[list(PARTS)].mean()
+    parts = _seen(good)
+    means = good[parts].mean()
     start_s = 0.0
     total_s = float(means.sum())
-    for k, part in enumerate(PARTS):
+    for k, part in enumerate(parts):
         ax.barh(k, means[part], left=start_s, color=PART_COLOURS[part], edgecolor="black", lw=0.5)
         start_s += means[part]
         ax.annotate(
             f" {means[part]:.3f} s ({means[part] / total_s:.0%})", (start_s, k), va="center",
             fontsize=8,
         )  # fmt: skip
-    ax.set_yticks(range(len(PARTS)), [PART_NAMES[p] for p in PARTS])
+    ax.set_yticks(range(len(parts)), [PART_NAMES[p] for p in parts])
     ax.invert_yaxis()
     ax.set_xlim(0, total_s * 1.35)
 
@@ -200,7 +206,7 @@ def comparison(runs: Mapping[str, Run]) -> Figure:
             measures.parts_near(_settled(r, float(s["from_s"])), q)
             for r, s in zip(runs.values(), stretches, strict=True)
         ]
-        for part in PARTS:
+        for part in _seen(pd.concat([r.requests for r in runs.values()])):
             heights = np.array([p[part] for p in parts])
             ax.bar(names, heights, bottom=bottom, color=PART_COLOURS[part], label=PART_NAMES[part])
             bottom += np.nan_to_num(heights)
@@ -210,6 +216,11 @@ def comparison(runs: Mapping[str, Run]) -> Figure:
         ax.tick_params(axis="x", labelsize=8)
     figure.suptitle(accelerator_note(next(iter(runs.values()))), fontsize=9)
     return figure
+
+
+def _seen(requests: pd.DataFrame) -> list[str]:
+    """The parts that this app has: an engine without a queue of its own needs no empty layer."""
+    return [p for p in PARTS if requests[p].gt(0).any()] or list(PARTS)
 
 
 def _settled(run: Run, from_s: float) -> pd.DataFrame:

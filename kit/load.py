@@ -20,9 +20,9 @@ from kit import leftovers
 from kit.workload import Workload
 
 REQUEST_COLUMNS = (
-    "request", "sent_s", "e2e_s", "queueing_s", "router_s", "batch_wait_s", "inference_s",
-    "rest_s", "outcome", "status", "replica_id", "batch_id", "batch_size", "prompt_tokens",
-    "output_tokens", "error",
+    "request", "sent_s", "e2e_s", "queueing_s", "router_s", "batch_wait_s", "engine_queue_s",
+    "inference_s", "prefill_s", "decode_s", "rest_s", "outcome", "status", "replica_id",
+    "batch_id", "batch_size", "prompt_tokens", "output_tokens", "error",
 )  # fmt: skip
 """Columns of a run's requests: seconds since its start, tokens; empty where unobserved."""
 

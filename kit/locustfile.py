@@ -118,15 +118,16 @@ def _read(response: Any, sent_s: float, finished_s: float) -> dict[str, Any]:
     replica, batch, size, clock, arrived_s, done_s = headers[SERVED_BY].split()
     row |= {"replica_id": replica, "batch_id": batch, "batch_size": size}
     timing = dict(part.strip().split(";dur=") for part in headers["Server-Timing"].split(","))
-    row["batch_wait_s"] = float(timing["batch_wait"]) / 1e3
-    row["inference_s"] = float(timing["inference"]) / 1e3
+    row |= {f"{name}_s": float(dur_ms) / 1e3 for name, dur_ms in timing.items()}
+    row["inference_s"] = row["prefill_s"] + row["decode_s"]
     if clock == session.clock:
         row["router_s"] = float(arrived_s) - sent_s
         row["rest_s"] = finished_s - float(done_s)
     else:
         # Two clocks: what is not inside the replica cannot be told apart, so all of it is router.
-        row["router_s"] = finished_s - sent_s - row["batch_wait_s"] - row["inference_s"]
-    row["queueing_s"] = row["router_s"] + row["batch_wait_s"]
+        inside_s = row["batch_wait_s"] + row["engine_queue_s"] + row["inference_s"]
+        row["router_s"] = finished_s - sent_s - inside_s
+    row["queueing_s"] = row["router_s"] + row["batch_wait_s"] + row["engine_queue_s"]
     return row
 
 

@@ -2,8 +2,9 @@
 
 Percentiles are exact, from rows, over successful requests; of nothing they are NaN. Requests that
 were rejected, timed out, failed or were cut are counted beside. Vocabulary: end-to-end latency is
-finish − send; queueing is everything before execution (router, batch wait); inference is execution;
-rest is the way back. Queueing + inference + rest = end-to-end for every request.
+finish − send; queueing is everything before execution (router, batch wait, engine queue); inference
+is execution (prefill, decode); rest is the way back. Queueing + inference + rest = end-to-end for
+every request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pandas as pd
 
 from kit.store import Run
 
-PARTS = ("router_s", "batch_wait_s", "inference_s", "rest_s")
+PARTS = ("router_s", "batch_wait_s", "engine_queue_s", "prefill_s", "decode_s", "rest_s")
 """The parts of one request's latency, in order; each is measured, none is what others leave."""
 
 OUTCOMES = ("ok", "rejected", "timeout", "invalid", "error", "cut")
@@ -106,7 +107,7 @@ def phases(run: Run, settle: float = 0.3) -> pd.DataFrame:
     Returns:
         One row a stretch: `label` (the change that began it), `start_s`, `from_s` (after settling),
         `end_s`, `requests`, `throughput_rps`, `output_tokens_per_s`, p50 and p95 of end-to-end,
-        queueing and inference, mean `router_s`, `batch_wait_s`, `rest_s`, `batch_size`,
+        queueing and inference, mean `batch_size` and parts (`PARTS`),
         `replicas` (most running) and `busy_share` (mean).
     """
     end_s = float(run.experiment["workload"]["duration_s"])
@@ -134,7 +135,7 @@ def phases(run: Run, settle: float = 0.3) -> pd.DataFrame:
         for part in ("e2e", "queueing", "inference"):
             row[f"{part}_p50_s"] = percentile(rows_in[f"{part}_s"], 50)
             row[f"{part}_p95_s"] = percentile(rows_in[f"{part}_s"], 95)
-        for part in ("router_s", "batch_wait_s", "rest_s", "batch_size"):
+        for part in (*PARTS, "batch_size"):
             row[part] = rows_in[part].mean()
         row["replicas"] = running[(running.index >= start_s) & (running.index < stop_s)].max()
         inside = busy["time_s"].between(from_s, stop_s)
@@ -226,7 +227,7 @@ def summary(run: Run) -> dict[str, Any]:
         "good_fraction": good_fraction(run),
         **{
             f"{part}_p{q}_s": percentile(good[f"{part}_s"], q)
-            for part in ("e2e", "queueing", "router", "batch_wait", "inference", "rest")
+            for part in ("e2e", "queueing", "inference", *(p.removesuffix("_s") for p in PARTS))
             for q in (50, 95, 99)
         },
         "batch_size_mean_requests": float(good["batch_size"].mean()),

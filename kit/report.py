@@ -149,9 +149,9 @@ def main_experiment(p: Parameters) -> Experiment:
 
 
 def comparison(p: Parameters) -> list[Experiment]:
-    """The same load on one replica, with the chat and throughput presets, and unbatched.
+    """The same load on one replica: chat and throughput presets, unbatched, continuous.
 
-    In this order because only the last one needs new replicas.
+    In this order because only the last two need new replicas.
     """
     base = _settings(p)
     slo = Slo(p.slo_e2e_p95_s, p.slo_queueing_p95_s)
@@ -162,6 +162,7 @@ def comparison(p: Parameters) -> list[Experiment]:
             "chat": batched.replace(**PRESETS["chat"]),
             "throughput": batched.replace(**PRESETS["throughput"]),
             "unbatched": base.replace(app="unbatched"),
+            "continuous": base.replace(app="continuous"),
         }.items()
     ]
 

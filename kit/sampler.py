@@ -127,6 +127,7 @@ class Sampler:
         for s in states:
             source, name = f"replica:{s['replica_id']}", s["replica_id"]
             rows.append((now_s, source, "ongoing_requests", s["ongoing"]))
+            rows += [(now_s, source, metric, value) for metric, value in s["engine"].items()]
             before = self._busy.get(name)
             if before is None or s["t_s"] > before[0]:
                 self._busy[name] = (s["t_s"], s["busy_s"])

@@ -44,9 +44,10 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     # What runs: given to the application builder, so a change restarts its replicas.
-    app: Literal["batched", "unbatched"] = knob(
-        "batched", "app", "restart", "", "Which serving app runs: one request at a time, or batches"
-    )
+    app: Literal["batched", "unbatched", "continuous"] = knob(
+        "batched", "app", "restart", "", "Which serving app runs: static batches, one request at a "
+        "time, or continuous batching",
+    )  # fmt: skip
     accelerator: str = knob(
         "h100.llama-3.1-8b.bf16", "app", "restart", "", "Which accelerator and model are emulated"
     )
@@ -57,6 +58,19 @@ class Settings(BaseModel):
     load_time_s: float = knob(
         0.0, "app", "restart", "s", "Emulated time to load the model when a replica starts",
         ge=0, le=3600,
+    )  # fmt: skip
+
+    kv_cache_tokens: int | None = knob(
+        None, "app", "restart", "tokens", "KV cache of the accelerator; empty means all it has",
+        ge=16, le=10_000_000,
+    )  # fmt: skip
+    max_num_seqs: int = knob(
+        128, "app", "restart", "sequences", "Continuous batching: most sequences in one step",
+        ge=1, le=4096,
+    )  # fmt: skip
+    max_num_batched_tokens: int = knob(
+        8192, "app", "restart", "tokens", "Continuous batching: most tokens computed in one step",
+        ge=16, le=131_072,
     )  # fmt: skip
 
     # user_config: reaches running replicas through reconfigure().

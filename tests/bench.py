@@ -92,7 +92,7 @@ def deploy_without_split(serving: Serving) -> None:
     app = serve.deployment(
         Plain, max_ongoing_requests=64, ray_actor_options=options,
         user_config=serving.settings.user_config(),
-    ).bind(accelerator=NO_ACCELERATOR, time_scale=1.0, load_time_s=0.0)  # fmt: skip
+    ).bind(**{k: v for k, v in serving.settings.application()["args"].items() if k != "app"})  # fmt: skip
     serve.run(app, name="plain", route_prefix="/plain")
 
 

@@ -21,6 +21,7 @@ def requests_table(n: int, duration_s: float = 60.0, seed: int = 0) -> pd.DataFr
     table["request"] = np.arange(n, dtype=float)
     table["sent_s"] = np.sort(rng.uniform(0, duration_s - 1, n))
     table["router_s"], table["rest_s"], table["inference_s"] = 0.01, 0.005, 0.5
+    table["engine_queue_s"], table["prefill_s"], table["decode_s"] = 0.0, 0.1, 0.4
     table["batch_wait_s"] = rng.uniform(0.1, 0.3, n)
     table["queueing_s"] = table["router_s"] + table["batch_wait_s"]
     table["e2e_s"] = table["queueing_s"] + table["inference_s"] + table["rest_s"]

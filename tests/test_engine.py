@@ -9,8 +9,10 @@ import pytest
 
 from kit.accelerator import NO_ACCELERATOR, profile, profile_names
 from kit.apps import Batched
-from kit.engine import EmulatedEngine, Job
+from kit.continuous import ContinuousEngine, Scheduler, Sequence
+from kit.engine import Job, StaticEngine
 from kit.gate import Gate
+from kit.workload import Lengths, Workload
 
 
 def test_one_request_takes_the_sum_of_its_steps() -> None:
@@ -42,7 +44,7 @@ def test_unknown_profile_lists_the_known() -> None:
 
 
 def test_engine_runs_one_batch_at_a_time_as_long_as_the_formula_says() -> None:
-    engine = EmulatedEngine("b200.llama-3.1-8b.bf16", time_scale=0.05, load_time_s=0.0)
+    engine = StaticEngine("b200.llama-3.1-8b.bf16", time_scale=0.05, load_time_s=0.0)
     jobs = [Job(100, 40, 0.0), Job(50, 80, 0.0)]
 
     async def two_batches() -> list[list[object]]:
@@ -52,10 +54,15 @@ def test_engine_runs_one_batch_at_a_time_as_long_as_the_formula_says() -> None:
     assert [d.batch_size for d in first] == [2, 2]
     assert {d.batch_id for d in first} == {1}
     assert second[0].started_s >= first[0].done_s
-    assert first[0].done_s - first[0].started_s >= engine.batch_s(jobs)
+    p = engine.profile
+    both_s, one_s = (
+        0.05 * p.static_batch_s(*lengths) for lengths in (([100, 50], [40, 80]), ([100], [40]))
+    )
+    assert first[0].done_s - first[0].started_s >= both_s
+    assert first[0].first_token_s - first[0].started_s >= 0.05 * p.prefill_s([100, 50])
     assert len(first[1].text.split()) == 80
-    assert engine.busy_s >= engine.batch_s(jobs) + engine.batch_s(jobs[:1])
-    assert EmulatedEngine(NO_ACCELERATOR, 1.0, 0.0).batch_s(jobs) == 0
+    assert engine.busy_s >= both_s + one_s
+    assert profile(NO_ACCELERATOR).static_batch_s([100], [40]) == 0
 
 
 def test_o5_a_dead_batching_task_makes_the_replica_unhealthy() -> None:
@@ -110,5 +117,89 @@ def test_gate_fills_the_next_batch_from_the_backlog_in_order() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         assert not gate._inside
         assert not gate._waiting
+
+    asyncio.run(scenario())
+
+
+H100 = profile("h100.llama-3.1-8b.bf16")
+
+
+@pytest.mark.parametrize(("slots", "expected_rps"), [(16, 7.8), (64, 16.7), (128, 20.1)])
+def test_continuous_saturation_matches_published_targets(slots: int, expected_rps: float) -> None:
+    """Azure conversation lengths with a backlog that never ends; the clock is the model's own."""
+    lengths = Lengths(Workload(max_prompt_tokens=131_072))
+    scheduler = Scheduler(H100, slots, 8192, H100.kv_capacity_tokens)
+    time_s, finished, drawn, begun = 0.0, 0, 0, (0.0, 0)
+    while finished < 1200:
+        while len(scheduler.waiting) < slots:
+            scheduler.waiting.append(Sequence(*lengths[drawn]))
+            drawn += 1
+        step = scheduler.step()
+        time_s += step.duration_s
+        finished += len(step.finished)
+        if finished < 200:
+            begun = (time_s, finished)
+    rate = (finished - begun[1]) / (time_s - begun[0])
+    assert rate == pytest.approx(expected_rps, rel=0.15)
+
+
+def test_one_sequence_takes_what_the_static_formula_says() -> None:
+    scheduler = Scheduler(H100, 8, 8192, 100_000)
+    scheduler.waiting.append(Sequence(700, 90))
+    total_s = 0.0
+    while scheduler.waiting or scheduler.running:
+        total_s += scheduler.step().duration_s
+    # The formula of a static batch has no host overhead in its prefill.
+    overhead_s = H100.host_overhead_s_per_step
+    assert total_s == pytest.approx(H100.static_batch_s([700], [90]) + overhead_s, rel=1e-6)
+
+
+def test_when_the_cache_runs_out_the_newest_is_preempted_and_all_finish() -> None:
+    scheduler = Scheduler(H100, 8, 512, kv_cache_tokens=1000)
+    everyone = [Sequence(150, 200) for _ in range(8)]
+    scheduler.waiting.extend(everyone)
+    finished, peak = [], 0
+    while scheduler.waiting or scheduler.running:
+        finished += scheduler.step().finished
+        peak = max(peak, scheduler.kv_used_tokens)
+        assert scheduler.kv_used_tokens == sum(s.cached for s in scheduler.running)
+        assert scheduler.kv_used_tokens <= 1000
+    assert sorted(map(id, finished)) == sorted(map(id, everyone))
+    assert finished[0] is everyone[0]
+    assert scheduler.preemptions > 0
+    assert peak > 900
+    assert scheduler.kv_used_tokens == 0
+
+
+def test_long_prompts_are_prefilled_in_chunks_beside_decodes() -> None:
+    scheduler = Scheduler(H100, 8, 256, 100_000)
+    first, long = Sequence(10, 50), Sequence(1000, 5)
+    scheduler.waiting.append(first)
+    scheduler.step()
+    scheduler.waiting.append(long)
+    for done in (255, 510, 765):
+        scheduler.step()
+        assert long.cached == done
+    assert first.generated == 4, "decodes go on while the prompt is read"
+    assert scheduler.step().first == [long]
+
+
+def test_who_leaves_frees_slot_and_cache_at_once() -> None:
+    async def scenario() -> None:
+        engine = ContinuousEngine(H100.name, 0.05, 0.0, 4, 8192, None)
+        tasks = [asyncio.create_task(engine.submit(Job(100, 400, 0.0))) for _ in range(6)]
+        await asyncio.sleep(0.03)
+        assert engine.stats()["running_sequences"] == 4
+        assert engine.stats()["waiting_sequences"] == 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        idle = {"running_sequences": 0, "waiting_sequences": 0, "kv_cache_share": 0}
+        assert idle.items() <= engine.stats().items()
+        done = await engine.submit(Job(100, 20, 0.0))
+        assert len(done.text.split()) == 20
+        assert done.queued_s <= done.started_s < done.first_token_s < done.done_s
+        expected_s = 0.05 * H100.static_batch_s([100], [20])
+        assert done.done_s - done.started_s == pytest.approx(expected_s, rel=0.2)
 
     asyncio.run(scenario())

@@ -67,3 +67,31 @@ def test_a_no_op_has_next_to_no_queueing_and_inference(measure: Callable[..., Ru
     assert run.requests["queueing_s"].median() < 0.02
     assert run.requests["inference_s"].median() < 0.002
     assert run.experiment["settings"]["accelerator"] == "none"
+
+
+def test_continuous_batching_tells_engine_queue_prefill_and_decode_apart(
+    measure: Callable[..., Run],
+) -> None:
+    settings = BASE.replace(app="continuous", max_num_seqs=4)
+    run = measure(settings, users=12, duration_s=10.0)
+    good = measures.ok(run.requests)
+    assert len(good) == len(run.requests) > 60
+    assert measures.percentile(measures.identity_error_s(run.requests), 99) < 0.002
+    assert (good[list(measures.PARTS)] >= 0).all().all()
+    # 4 slots for 12 users: two thirds of the time is spent waiting for a slot.
+    late = good[good["sent_s"] > 2]
+    share = late["engine_queue_s"].mean() / late["e2e_s"].mean()
+    assert share == pytest.approx(2 / 3, abs=0.08)
+    assert run.samples.query("metric == 'running_sequences'")["value"].max() == 4
+    assert run.samples.query("metric == 'kv_cache_share'")["value"].between(0, 1).all()
+
+
+def test_continuous_batching_beats_static_batches_at_the_same_load(
+    measure: Callable[..., Run],
+) -> None:
+    rates = {}
+    for app in ("continuous", "batched"):
+        settings = BASE.replace(app=app, max_batch_size=16, time_scale=0.3)
+        run = measure(settings, users=16, duration_s=12.0)
+        rates[app] = measures.phases(run)["throughput_rps"].iloc[-1]
+    assert rates["continuous"] > 1.5 * rates["batched"]

@@ -46,7 +46,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
             200 if (number + 1) % every else status,
             json.dumps({"text": "a", "usage": usage}).encode(),
             {
-                "Server-Timing": f"batch_wait;dur=0, inference;dur={1e3 * inference_s}",
+                "Server-Timing": "batch_wait;dur=0, engine_queue;dur=0, prefill;dur=0, "
+                f"decode;dur={1e3 * inference_s}",
                 SERVED_BY: f"r1 {number} 1 {clock_id()} {arrived_s} {time.monotonic()}",
             },
         )
