@@ -107,14 +107,14 @@ def _read(response: Any, sent_s: float, finished_s: float) -> dict[str, Any]:
     status = response.status_code
     if status != 200:
         return {"status": status, **_failure(response)}
+    row: dict[str, Any] = {"outcome": "ok", "status": status}
     headers = response.headers
+    if SERVED_BY not in headers:
+        return row | {
+            "error": f"the answer has no {SERVED_BY} header: only its end-to-end time is known"
+        }
     usage = json.loads(response.content)["usage"]
-    row: dict[str, Any] = {
-        "outcome": "ok",
-        "status": status,
-        "prompt_tokens": usage["prompt_tokens"],
-        "output_tokens": usage["completion_tokens"],
-    }
+    row |= {"prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
     replica, batch, size, clock, arrived_s, done_s = headers[SERVED_BY].split()
     row |= {"replica_id": replica, "batch_id": batch, "batch_size": size}
     timing = dict(part.strip().split(";dur=") for part in headers["Server-Timing"].split(","))

@@ -59,7 +59,7 @@ def throughput_rps(requests: pd.DataFrame) -> float:
 
 
 def series(run: Run, source: str, metric: str) -> pd.Series[float]:
-    """One sampled metric over time; a source that ends in `:` is a family, one column each."""
+    """One sampled metric of one source, indexed by time in seconds."""
     s = run.samples
     return s[(s["source"] == source) & (s["metric"] == metric)].set_index("time_s")["value"]
 

@@ -23,11 +23,12 @@ import pandas as pd
 import psutil
 
 from kit import gpu, leftovers
+from kit.accelerator import DATA
 from kit.load import REQUEST_COLUMNS, read_requests
 from kit.sampler import SAMPLE_COLUMNS, read_samples
 
 SCHEMA = 1
-RUNS = Path("data/runs")
+RUNS = DATA / "runs"
 CHANGE_COLUMNS = ("knob", "from", "to", "asked_s", "applied_s", "restarted_replicas", "error")
 Ending = Literal["running", "complete", "interrupted", "failed", "killed"]
 

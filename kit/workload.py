@@ -6,7 +6,6 @@ that no cache can answer for the model.
 
 from __future__ import annotations
 
-import bisect
 import difflib
 import functools
 import json
@@ -121,11 +120,6 @@ class Workload(_Checked):
         rng = np.random.default_rng([self.seed, 1, index])
         words = [f"q{self.seed}.{index}", *(_WORDS[k] for k in rng.integers(0, 256, tokens - 1))]
         return " ".join(words)
-
-    def users_at(self, time_s: float) -> int:
-        """Users wanted at a time, ramps not counted."""
-        k = bisect.bisect_right([s.at_s for s in self.stages], time_s)
-        return self.stages[k - 1].users if k else self.users
 
 
 class Lengths(Sequence[tuple[int, int]]):

@@ -166,6 +166,18 @@ def test_silent_target_and_full_disk_are_named(server: type[Answers], tmp_path: 
     load.kill()
 
 
+def test_an_app_that_does_not_tell_its_parts_still_has_its_latency(
+    server: type[Answers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "do_POST", lambda self: (self.rfile.read(
+        int(self.headers["Content-Length"])), self._send(200, b"hello")))  # fmt: skip
+    rows = drive(server, tmp_path, 1.0, users=1).rows()
+    assert set(rows["outcome"]) == {"ok"}
+    assert rows["e2e_s"].gt(0).all()
+    assert rows["inference_s"].isna().all()
+    assert rows["error"].str.contains("X-Served-By").all()
+
+
 def test_users_who_give_up_are_timeouts(server: type[Answers], tmp_path: Path) -> None:
     server.delays_s = (0.6,)
     rows = drive(server, tmp_path, 2.0, users=1, timeout_s=0.3).rows()
