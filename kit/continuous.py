@@ -65,35 +65,36 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_cache_tokens = kv_cache_tokens
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
+        self.running: dict[Sequence, None] = {}  # an ordered set: oldest first
         self.kv_used_tokens = 0
         self.preemptions = 0
 
     def step(self) -> Step:
         """Schedule and account one step; call only while there is work."""
         step = Step()
-        budget = self.max_num_batched_tokens
+        budget, before = self.max_num_batched_tokens, self.preemptions
         chunks: dict[Sequence, int] = {}
         for s in sorted(self.running, key=lambda s: not s.decodes):
-            if s in self.running and budget > 0:
-                tokens = min(s.todo, budget)
-                if self._make_room(s, tokens, chunks):
-                    chunks[s] = tokens
-                    budget = self.max_num_batched_tokens - sum(chunks.values())
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            tokens = min(s.todo, budget)
+            if s in self.running and tokens > 0 and self._make_room(s, tokens, chunks):
+                chunks[s] = tokens
+                budget -= tokens
+                self.kv_used_tokens += tokens
+        full = self.preemptions > before  # who was just put out would come straight back in
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not full:
             s = self.waiting[0]
-            if self.kv_used_tokens + sum(chunks.values()) + s.todo > self.kv_cache_tokens:
+            if self.kv_used_tokens + s.todo > self.kv_cache_tokens:
                 break
-            self.running.append(self.waiting.popleft())
+            self.running[self.waiting.popleft()] = None
             if s.generated == 0:
                 step.started.append(s)
             chunks[s] = min(s.todo, budget)
             budget -= chunks[s]
+            self.kv_used_tokens += chunks[s]
         step.duration_s = self._duration_s(chunks)
         step.sequences = len(chunks)
         for s, tokens in chunks.items():
             s.cached += tokens
-            self.kv_used_tokens += tokens
             if s.todo == 0:
                 s.generated += 1
                 if s.generated == 1:
@@ -106,16 +107,16 @@ class Scheduler:
     def drop(self, s: Sequence) -> None:
         """Take a sequence out, finished or not, and free its cache."""
         if s in self.running:
-            self.running.remove(s)
+            del self.running[s]
             self.kv_used_tokens -= s.cached
         elif s in self.waiting:
             self.waiting.remove(s)
 
     def _make_room(self, s: Sequence, tokens: int, chunks: dict[Sequence, int]) -> bool:
-        while self.kv_used_tokens + sum(chunks.values()) + tokens > self.kv_cache_tokens:
-            newest = self.running[-1]
+        while self.kv_used_tokens + tokens > self.kv_cache_tokens:
+            newest = next(reversed(self.running))
             self.drop(newest)
-            chunks.pop(newest, None)
+            self.kv_used_tokens -= chunks.pop(newest, 0)
             newest.cached = 0
             self.waiting.appendleft(newest)
             self.preemptions += 1
