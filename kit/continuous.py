@@ -177,21 +177,20 @@ class ContinuousEngine(Engine):
         with self.working():
             deadline_s = time.monotonic()
             while scheduler.waiting or scheduler.running:
+                begun_s = time.monotonic()
                 step = scheduler.step()
                 self.batches += 1
                 self.executing = step.sequences
-                begun_s = deadline_s
                 deadline_s += step.duration_s * self.time_scale
-                ahead_s = deadline_s - time.monotonic()
+                ahead_s = deadline_s - begun_s
                 await asyncio.sleep(ahead_s if ahead_s > AHEAD_S else 0)
-                self._tell(step, begun_s, deadline_s)
+                self._tell(step, begun_s, time.monotonic())
             self.executing = 0
 
     def _tell(self, step: Step, begun_s: float, ended_s: float) -> None:
         for s in step.started:
             if s in self._tracked:
-                # A request that came in the middle of a step cannot have begun before it came.
-                self._tracked[s].started_s = max(begun_s, self._tracked[s].submitted_s)
+                self._tracked[s].started_s = begun_s
         for s in step.first:
             if s in self._tracked:
                 self._tracked[s].first_s = ended_s

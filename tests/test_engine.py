@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import types
 
 import pytest
@@ -199,6 +200,7 @@ def test_who_leaves_frees_slot_and_cache_at_once() -> None:
         done = await engine.submit(Job(100, 20, 0.0))
         assert len(done.text.split()) == 20
         assert done.queued_s <= done.started_s < done.first_token_s < done.done_s
+        assert done.done_s <= time.monotonic(), "no instant may lie in the future"
         expected_s = 0.05 * H100.static_batch_s([100], [20])
         assert done.done_s - done.started_s == pytest.approx(expected_s, rel=0.2)
 
