@@ -26,9 +26,8 @@ from kit.continuous import ContinuousEngine
 from kit.engine import Done, Engine, Job, StaticEngine
 from kit.gate import Gate, Turn
 from kit.knobs import describe, explain
-from kit.settings import DEPLOYMENT_NAME, Settings, SettingsError
+from kit.settings import DEPLOYMENT_NAME, MONITOR_NAME, Settings, SettingsError
 
-MONITOR_NAME = "kit-monitor"
 MAX_BODY_BYTES = 4_000_000
 HEARTBEAT_S = 0.5
 

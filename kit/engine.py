@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from kit.accelerator import profile
 
@@ -87,14 +88,8 @@ class Engine:
 class StaticEngine(Engine):
     """Static batches: all of a batch start together and come back together."""
 
-    def __init__(
-        self,
-        accelerator: str,
-        time_scale: float,
-        load_time_s: float,
-        kv_cache_tokens: int | None = None,
-    ) -> None:
-        super().__init__(accelerator, time_scale, load_time_s, kv_cache_tokens)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._free = asyncio.Lock()
         self._held_tokens = 0
 

@@ -17,7 +17,8 @@ from typing import Any
 import pandas as pd
 
 from kit import gpu
-from kit.serving import Serving, Status
+from kit.serving import Serving
+from kit.status import Status
 
 SAMPLE_COLUMNS = ("time_s", "source", "metric", "value")
 PERIOD_S = 0.5
@@ -44,7 +45,7 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="kit-sampler", daemon=True)
         self._t0_s = 0.0
         self._busy: dict[str, tuple[float, float]] = {}
-        self._pids: dict[str, int] = {}
+        self._running: set[str] = set()
         self.lost_replicas: list[tuple[float, str]] = []
         self.error: str | None = None
 
@@ -99,12 +100,11 @@ class Sampler:
         return rows
 
     def _of_serve(self, now_s: float, status: Status) -> list[Row]:
-        pids = {r.replica_id: r.pid or 0 for r in status.running}
-        gone = set(self._pids) - {r.replica_id for r in status.replicas}
+        gone = self._running - {r.replica_id for r in status.replicas}
         # One that stops on purpose is seen as STOPPING first; one that just vanishes has died.
         for name in gone:
             self.lost_replicas.append((now_s, name))
-        self._pids = pids
+        self._running = {r.replica_id for r in status.running}
         counts: dict[str, float] = {
             "running_replicas": len(status.running),
             "starting_replicas": len(status.starting),

@@ -11,7 +11,7 @@ import contextlib
 import re
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -20,46 +20,17 @@ import requests
 from kit import cluster
 from kit.cluster import LOOPBACK, ServingError
 from kit.progress import waiting
-from kit.settings import APP_NAME, DEPLOYMENT_NAME, Settings, knobs
+from kit.settings import APP_NAME, MONITOR_NAME, Settings, knobs
+from kit.status import Status, differences, read_status
 
 MONITOR_APP: dict[str, Any] = {
-    "name": "kit-monitor",
+    "name": MONITOR_NAME,
     "route_prefix": "/kit",
     "import_path": "kit.apps:monitor",
     "args": {},
     "deployments": [{"name": "Monitor", "ray_actor_options": {"num_cpus": 0}}],
 }
 POLL_S = 0.05
-
-
-@dataclass(frozen=True)
-class Replica:
-    """One replica as Serve's controller knows it."""
-
-    replica_id: str
-    state: str
-    pid: int | None
-
-
-@dataclass(frozen=True)
-class Status:
-    """The deployment as Serve's controller sees it. `target` is None while there is none."""
-
-    app: str
-    deployment: str
-    message: str
-    target: int | None
-    replicas: tuple[Replica, ...]
-    deployed_s: float
-    config: dict[str, Any] = field(repr=False)
-
-    @property
-    def running(self) -> tuple[Replica, ...]:
-        return tuple(r for r in self.replicas if r.state == "RUNNING")
-
-    @property
-    def starting(self) -> tuple[Replica, ...]:
-        return tuple(r for r in self.replicas if r.state in ("STARTING", "PENDING_ALLOCATION"))
 
 
 @dataclass(frozen=True)
@@ -102,20 +73,7 @@ class Serving:
 
     def status(self) -> Status:
         """The deployment now."""
-        app = self.details().get("applications", {}).get(APP_NAME, {})
-        deployment = app.get("deployments", {}).get(DEPLOYMENT_NAME, {})
-        return Status(
-            app=app.get("status", "NOT_STARTED"),
-            deployment=deployment.get("status", "NOT_STARTED"),
-            message=" ".join(m for m in (app.get("message"), deployment.get("message")) if m),
-            target=deployment.get("target_num_replicas"),
-            replicas=tuple(
-                Replica(r["replica_id"], r["state"], r.get("pid"))
-                for r in deployment.get("replicas", [])
-            ),
-            deployed_s=app.get("last_deployed_time_s", 0.0),
-            config=deployment.get("deployment_config", {}),
-        )
+        return read_status(self.details())
 
     def replicas(self) -> list[dict[str, Any]]:
         """What each replica last reported of itself (`kit.apps`), also those gone within the last
@@ -208,7 +166,7 @@ class Serving:
         return [
             a["deployed_app_config"]
             for name, a in apps.items()
-            if name not in (APP_NAME, MONITOR_APP["name"]) and a.get("deployed_app_config")
+            if name not in (APP_NAME, MONITOR_NAME) and a.get("deployed_app_config")
         ]
 
     def config(self, settings: Settings) -> dict[str, Any]:
@@ -263,7 +221,7 @@ class Serving:
                 raise ServingError(
                     f"Serve says {status.app}: {status.message or 'no reason given'}"
                 )
-            missing = _differences(wanted, status.config)
+            missing = differences(wanted, status.config)
             states = {s["replica_id"]: s for s in self.replicas()}
             mine = [states.get(r.replica_id, {}) for r in status.running]
             sent = wanted["user_config"]
@@ -287,18 +245,6 @@ def _first_replicas(settings: Settings) -> int:
     return int(
         auto["min_replicas"] if auto["initial_replicas"] is None else auto["initial_replicas"]
     )
-
-
-def _differences(wanted: dict[str, Any], effective: dict[str, Any]) -> list[str]:
-    """Names that the effective config lacks or has otherwise: Serve drops what it does not know."""
-    found = []
-    for name, value in wanted.items():
-        have = effective.get(name)
-        if isinstance(value, dict) and isinstance(have, dict):
-            found += _differences(value, have)
-        elif have != value:
-            found.append(name)
-    return found
 
 
 def _why(error: Exception) -> str:

@@ -19,6 +19,7 @@ from kit.knobs import Knob, Level, describe, explain, knob
 
 APP_NAME = "kit"
 DEPLOYMENT_NAME = "Model"
+MONITOR_NAME = "kit-monitor"
 
 _PLACES: dict[str, str] = {
     "app": "the application's args",
