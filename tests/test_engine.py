@@ -201,7 +201,5 @@ def test_who_leaves_frees_slot_and_cache_at_once() -> None:
         assert len(done.text.split()) == 20
         assert done.queued_s <= done.started_s < done.first_token_s < done.done_s
         assert done.done_s <= time.monotonic(), "no instant may lie in the future"
-        expected_s = 0.05 * H100.static_batch_s([100], [20])
-        assert done.done_s - done.started_s == pytest.approx(expected_s, rel=0.2)
 
     asyncio.run(scenario())
