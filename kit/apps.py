@@ -1,18 +1,11 @@
 """The Serve deployments, built from a declarative config: `kit.apps:build`, `kit.apps:monitor`.
 
-An app answers `POST /` with `{"prompt": str, "max_tokens": int}`. Each answer carries its own
-durations in a `Server-Timing` header (batch wait, engine queue, prefill, decode); a second one,
-`X-Served-By`, says which replica and batch (id, size) served it, and the instants of arrival and
-completion on the machine's monotonic clock, so that a client on the same machine measures the way
-in and the way back instead of inferring them.
+An app answers `POST /` with `{"prompt": str, "max_tokens": int}`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import os
 import time
 from typing import Any
 
@@ -21,15 +14,15 @@ from ray import serve
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from kit.clock import SERVED_BY, clock_id
+from kit.clock import clock_id
 from kit.continuous import ContinuousEngine
 from kit.engine import Done, Engine, Job, StaticEngine
 from kit.gate import Gate, Turn
 from kit.knobs import describe, explain
-from kit.settings import DEPLOYMENT_NAME, MONITOR_NAME, Settings, SettingsError
+from kit.replica import Replica
+from kit.settings import DEPLOYMENT_NAME
 
 MAX_BODY_BYTES = 4_000_000
-HEARTBEAT_S = 0.5
 
 
 class CompletionRequest(BaseModel):
@@ -49,39 +42,16 @@ class BadRequest(ValueError):
         self.status = status
 
 
-class _Model:
-    """What every app does around its engine: read, refuse, time, answer, report."""
+class _Model(Replica):
+    """What every app does around its engine: read, refuse, time, answer."""
 
     engine: Engine
 
     def __init__(self) -> None:
-        self.user_config: dict[str, Any] = {}
-        self.refused: dict[str, Any] | None = None
-        self.ongoing = 0
+        super().__init__()
         self._max_new_tokens = 1
-        self._clock = clock_id()
-        self._replica_id = serve.get_replica_context().replica_tag
-        self._heart: asyncio.Task[None] | None = None
-
-    async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take new batching values: all of them, or none.
-
-        It never raises: Serve answers a raising reconfigure by stopping the replica and starting
-        others with the same bad values. What was refused, and why, is reported instead.
-        """
-        try:
-            checked = Settings(**user_config).user_config()
-        except (SettingsError, TypeError) as error:
-            self.refused = {"user_config": user_config, "why": str(error)}
-        else:
-            self.apply(checked)
-            self.user_config, self.refused = user_config, None
-        await self._report()
-        if self._heart is None:
-            self._heart = asyncio.create_task(self._beat())
 
     def apply(self, values: dict[str, Any]) -> None:
-        """Put checked batching values into effect."""
         self._max_new_tokens = values["max_new_tokens"]
 
     async def execute(self, job: Job) -> Done:
@@ -101,17 +71,7 @@ class _Model:
             self.ongoing -= 1
         usage = {"prompt_tokens": job.prompt_tokens, "completion_tokens": job.output_tokens}
         return JSONResponse(
-            {"text": done.text, "usage": usage},
-            headers={
-                "Server-Timing": (
-                    f"batch_wait;dur={(done.queued_s - arrived_s) * 1e3:.4f}, "
-                    f"engine_queue;dur={(done.started_s - done.queued_s) * 1e3:.4f}, "
-                    f"prefill;dur={(done.first_token_s - done.started_s) * 1e3:.4f}, "
-                    f"decode;dur={(done.done_s - done.first_token_s) * 1e3:.4f}"
-                ),
-                SERVED_BY: f"{self._replica_id} {done.batch_id} {done.batch_size} {self._clock} "
-                f"{arrived_s:.6f} {done.done_s:.6f}",
-            },
+            {"text": done.text, "usage": usage}, headers=self.timing(arrived_s, done, done.done_s)
         )
 
     def _job(self, body: bytes, arrived_s: float) -> Job:
@@ -136,31 +96,13 @@ class _Model:
             raise BadRequest("prompt holds only white space: must have at least one word")
         return job
 
-    def state(self) -> dict[str, Any]:
-        """This replica now; `t_s` and `busy_s` in seconds, the rest counts."""
+    def work(self) -> dict[str, Any]:
         return {
-            "replica_id": self._replica_id,
-            "pid": os.getpid(),
-            "t_s": time.monotonic(),
-            "user_config": self.user_config,
-            "refused": self.refused,
-            "ongoing": self.ongoing,
             "executing": self.engine.executing,
             "batches": self.engine.batches,
             "busy_s": self.engine.busy_s,
             "engine": self.engine.stats(),
         }
-
-    async def _report(self) -> None:
-        # Without a monitor (a config deployed elsewhere) the app serves all the same.
-        with contextlib.suppress(Exception):
-            handle = serve.get_app_handle(MONITOR_NAME)
-            await asyncio.wait_for(handle.report.remote(self.state()), 2)
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            await self._report()
 
 
 class Unbatched(_Model):

@@ -9,23 +9,69 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kit.accelerator import profile
 
 _TEXT = "lorem ipsum dolor magna "  # words of five letters, one emulated token each
 
 
+class Sink:
+    """Takes a streamed output as it comes, and gives it to one reader.
+
+    What the reader has not taken yet is merged, so a slow one costs no more than the text itself.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._tokens = 0
+        self._news = asyncio.Event()
+        self._closed = False
+
+    def push(self, text: str, tokens: int) -> None:
+        """Add `tokens` more tokens that read `text`."""
+        self._parts.append(text)
+        self._tokens += tokens
+        self._news.set()
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._closed = True
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, int]]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._tokens or self._parts:
+                text, tokens = "".join(self._parts), self._tokens
+                self._parts, self._tokens = [], 0
+                yield text, tokens
+            elif self._closed:
+                return
+            if self._closed:
+                self._news.set()
+
+
 @dataclass(frozen=True)
 class Job:
-    """One request as the engine sees it; lengths in tokens, `arrived_s` on the monotonic clock."""
+    """One request as an engine sees it, sampling parameters by vLLM's names.
+
+    Lengths in tokens, `arrived_s` on the monotonic clock. With a `sink` the output is streamed.
+    """
 
     prompt_tokens: int
     output_tokens: int
     arrived_s: float
+    prompt: str = ""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    temperature: float = 1.0
+    stop: tuple[str, ...] = ()
+    sink: Sink | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +89,8 @@ class Done:
     started_s: float
     first_token_s: float
     done_s: float
+    output_tokens: int = 0
+    finish_reason: Literal["length", "stop"] = "length"
 
 
 class Engine:

@@ -115,7 +115,7 @@ def _read(response: Any, sent_s: float, finished_s: float) -> dict[str, Any]:
         }
     usage = json.loads(response.content)["usage"]
     row |= {"prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    replica, batch, size, clock, arrived_s, done_s = headers[SERVED_BY].split()
+    replica, batch, size, clock, arrived_s, done_s, _ = headers[SERVED_BY].split()
     row |= {"replica_id": replica, "batch_id": batch, "batch_size": size}
     timing = dict(part.strip().split(";dur=") for part in headers["Server-Timing"].split(","))
     row |= {f"{name}_s": float(dur_ms) / 1e3 for name, dur_ms in timing.items()}

@@ -1,0 +1,100 @@
+"""What every replica does around its work: takes new knobs, tells of itself, answers with its times.
+
+Each answer carries its own durations in a `Server-Timing` header (batch wait, engine queue, prefill,
+decode, postprocess); a second one, `X-Served-By`, says which replica, batch (id, size) and route
+served it, and the instants of arrival and completion on the machine's monotonic clock, so that a
+client on the same machine measures the way in and the way back instead of inferring them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from typing import Any
+
+from ray import serve
+
+from kit.clock import SERVED_BY, clock_id
+from kit.engine import Done
+from kit.settings import MONITOR_NAME, Settings, SettingsError
+
+HEARTBEAT_S = 0.5
+
+
+class Replica:
+    """The common part of all deployments; subclasses say what knobs and state they have."""
+
+    route = "-"
+
+    def __init__(self) -> None:
+        self.user_config: dict[str, Any] = {}
+        self.refused: dict[str, Any] | None = None
+        self.ongoing = 0
+        self._clock = clock_id()
+        self._replica_id = serve.get_replica_context().replica_tag
+        self._heart: asyncio.Task[None] | None = None
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take new batching values: all of them, or none.
+
+        It never raises: Serve answers a raising reconfigure by stopping the replica and starting
+        others with the same bad values. What was refused, and why, is reported instead.
+        """
+        try:
+            checked = Settings(**user_config).user_config()
+        except (SettingsError, TypeError) as error:
+            self.refused = {"user_config": user_config, "why": str(error)}
+        else:
+            self.apply(checked)
+            self.user_config, self.refused = user_config, None
+        await self._report()
+        if self._heart is None:
+            self._heart = asyncio.create_task(self._beat())
+
+    def apply(self, values: dict[str, Any]) -> None:
+        """Put checked batching values into effect."""
+
+    def work(self) -> dict[str, Any]:
+        """What the replica is busy with: `executing`, `batches`, `busy_s`, `engine` (its stats)."""
+        return {"executing": 0, "batches": 0, "busy_s": 0.0, "engine": {}}
+
+    def state(self) -> dict[str, Any]:
+        """This replica now; `t_s` and `busy_s` in seconds, the rest counts."""
+        return {
+            "replica_id": self._replica_id,
+            "pid": os.getpid(),
+            "t_s": time.monotonic(),
+            "route": self.route,
+            "user_config": self.user_config,
+            "refused": self.refused,
+            "ongoing": self.ongoing,
+            **self.work(),
+        }
+
+    def timing(self, arrived_s: float, done: Done, returned_s: float) -> dict[str, str]:
+        """The two headers of an answer; `returned_s` is when postprocessing was over."""
+        spans = {
+            "batch_wait": done.queued_s - arrived_s,
+            "engine_queue": done.started_s - done.queued_s,
+            "prefill": done.first_token_s - done.started_s,
+            "decode": done.done_s - done.first_token_s,
+            "postprocess": returned_s - done.done_s,
+        }
+        return {
+            "Server-Timing": ", ".join(f"{k};dur={v * 1e3:.4f}" for k, v in spans.items()),
+            SERVED_BY: f"{self._replica_id} {done.batch_id} {done.batch_size} {self._clock} "
+            f"{arrived_s:.6f} {returned_s:.6f} {self.route}",
+        }
+
+    async def _report(self) -> None:
+        # Without a monitor (a config deployed elsewhere) the app serves all the same.
+        with contextlib.suppress(Exception):
+            handle = serve.get_app_handle(MONITOR_NAME)
+            await asyncio.wait_for(handle.report.remote(self.state()), 2)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self._report()
