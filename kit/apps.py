@@ -1,190 +1,221 @@
-"""The Serve deployments, built from a declarative config: `kit.apps:build`, `kit.apps:monitor`.
+"""The Serve deployments of LLM apps, built from a declarative config: `kit.apps:build`.
 
-An app answers `POST /` with `{"prompt": str, "max_tokens": int}`.
+A model deployment answers calls (`kit.contract`): whole by `answer`, piece by piece by `stream`.
+Where it is the app's entrance, `kit.api` puts HTTP in front of it; behind a `Router` it is called
+through its handle. `kit.apps:monitor` gathers what replicas report.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import ray
 from ray import serve
-from starlette.requests import ClientDisconnect, Request
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kit.api import complete, make_api
+from kit.batching import DynamicBatching
 from kit.clock import clock_id
 from kit.continuous import ContinuousEngine
-from kit.engine import Done, Engine, Job, StaticEngine
-from kit.gate import Gate, Turn
-from kit.knobs import describe, explain
+from kit.contract import Answer, BadRequest, Call
+from kit.engine import Batching, Continuing, Done, Engine, Job, Sink, StaticEngine
+from kit.postprocess import Policy, Postprocess, StreamCleaner, compile_schema, policy
 from kit.replica import Replica
-from kit.settings import DEPLOYMENT_NAME
-
-MAX_BODY_BYTES = 4_000_000
-
-
-class CompletionRequest(BaseModel):
-    """The body of `POST /`."""
-
-    model_config = ConfigDict(strict=True)
-
-    prompt: str = Field(min_length=1, description="The text to continue")
-    max_tokens: int = Field(16, ge=1, le=131_072, json_schema_extra={"unit": "tokens"})
-
-
-class BadRequest(ValueError):
-    """A request that is refused before it can reach a batch."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
+from kit.router import Router
+from kit.tokens import ModelTokens, Tokenizer, Words
 
 
 class _Model(Replica):
-    """What every app does around its engine: read, refuse, time, answer."""
+    """What every app does around its engine: count tokens, refuse, execute, postprocess, time."""
 
     engine: Engine
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine, route: str, postprocess: DeploymentHandle | None) -> None:
         super().__init__()
+        self.engine = engine
+        self.route = route
+        self.model_name = engine.model_name
+        self._postprocess = postprocess
+        self._policy = Policy()
         self._max_new_tokens = 1
+        self._capped = 0
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return make_api(self)
 
     def apply(self, values: dict[str, Any]) -> None:
         self._max_new_tokens = values["max_new_tokens"]
+        self._policy = policy(values)
 
     async def execute(self, job: Job) -> Done:
         """Have one job executed; subclasses differ here."""
         raise NotImplementedError
 
-    async def __call__(self, request: Request) -> Response:
-        arrived_s = time.monotonic()
-        self.ongoing += 1
-        try:
-            job = self._job(await _body(request), arrived_s)
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """`POST /` for callers with a handle."""
+        return await complete(self, body)
+
+    async def answer(self, call: Call, arrived_s: float | None = None) -> Answer:
+        """The whole answer.
+
+        Raises:
+            BadRequest: when it cannot be served as it is.
+        """
+        arrived_s = arrived_s or time.monotonic()
+        with self.counted():
+            job = self._admit(call, arrived_s)
             done = await self.execute(job)
-        except BadRequest as error:
-            body = {"error": {"message": str(error), "type": "invalid_request_error"}}
-            return JSONResponse(body, error.status)
-        finally:
-            self.ongoing -= 1
-        usage = {"prompt_tokens": job.prompt_tokens, "completion_tokens": job.output_tokens}
-        return JSONResponse(
-            {"text": done.text, "usage": usage}, headers=self.timing(arrived_s, done, done.done_s)
+            text = done.text
+            if self._postprocess is not None:
+                finished = await self._postprocess.finish.remote(text, call.schema)
+                if isinstance(finished, BadRequest):
+                    raise finished
+                text = finished
+        return self._answer(job, call, done, text)
+
+    async def stream(
+        self, call: Call, arrived_s: float | None = None
+    ) -> AsyncIterator[str | Answer]:
+        """Pieces of the output as they come, then the answer with what is left of the text.
+
+        Raises:
+            BadRequest: as `answer` does, before the first piece.
+        """
+        arrived_s = arrived_s or time.monotonic()
+        if call.schema is not None:
+            raise BadRequest("structured output is checked as a whole: it cannot be streamed")
+        sink = Sink()
+        clean = StreamCleaner(self._policy) if self._postprocess is not None else None
+        with self.counted():
+            job = self._admit(call, arrived_s, sink)
+            task = asyncio.create_task(self.execute(job))
+            task.add_done_callback(lambda _: sink.close())
+            try:
+                async for text, _ in sink:
+                    piece = clean.feed(text) if clean else text
+                    if piece:
+                        yield piece
+                done = await task
+            finally:
+                # Also when the client left: its slot and its KV cache are free at once.
+                task.cancel()
+        yield self._answer(job, call, done, clean.feed("", last=True) if clean else "")
+
+    def _answer(self, job: Job, call: Call, done: Done, text: str) -> Answer:
+        cut = done.finish_reason == "length" and self._wanted(call) > job.output_tokens
+        self._capped += cut
+        return Answer(
+            text=text,
+            finish_reason=done.finish_reason,
+            prompt_tokens=job.prompt_tokens,
+            output_tokens=done.output_tokens,
+            cap_tokens=job.output_tokens if cut else None,
+            headers=self.timing(job.arrived_s, done, time.monotonic()),
         )
 
-    def _job(self, body: bytes, arrived_s: float) -> Job:
-        try:
-            request = CompletionRequest.model_validate(json.loads(body))
-        except ValidationError as error:
-            raise BadRequest(explain(error, _REQUEST_FIELDS)) from None
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is not JSON: {error}") from None
-        job = Job(
-            prompt_tokens=len(request.prompt.split()),
-            output_tokens=min(request.max_tokens, self._max_new_tokens),
-            arrived_s=arrived_s,
-        )
-        room = self.engine.kv_cache_tokens
-        if job.prompt_tokens + job.output_tokens > room:
+    def _wanted(self, call: Call) -> int:
+        return call.max_tokens or 0
+
+    def _admit(self, call: Call, arrived_s: float, sink: Sink | None = None) -> Job:
+        """A call as a job: counted, capped, and refused here if it could not be served."""
+        if call.schema is not None:
+            if self._postprocess is None:
+                raise BadRequest(
+                    "response_format needs an app with postprocess = True", param="response_format"
+                )
+            compile_schema(call.schema)
+        prompt, ids = call.prompt, call.prompt_token_ids
+        if call.messages is not None:
+            prompt = self.engine.chat_prompt(call.messages)
+        tokens = self.engine.count_tokens(prompt) if ids is None else len(ids)
+        if tokens == 0:
             raise BadRequest(
-                f"prompt of {job.prompt_tokens} tokens + max_tokens of {job.output_tokens} exceed "
-                f"the {room} tokens that the KV cache of {self.engine.profile.accelerator} holds"
+                "prompt is empty or only white space: must have a word", param="prompt"
             )
-        if job.prompt_tokens == 0:
-            raise BadRequest("prompt holds only white space: must have at least one word")
-        return job
+        room = self.engine.window_tokens
+        wanted = min(call.max_tokens or max(1, room - tokens), self._max_new_tokens)
+        if tokens + wanted > room:
+            raise BadRequest(
+                f"prompt of {tokens} tokens + max_tokens of {wanted} exceed the {room} tokens that "
+                f"{self.engine.room_of} holds", param="prompt",
+            )  # fmt: skip
+        return Job(
+            prompt_tokens=tokens,
+            output_tokens=wanted,
+            arrived_s=arrived_s,
+            prompt=prompt,
+            prompt_token_ids=ids,
+            min_tokens=min(call.min_tokens, wanted),
+            ignore_eos=call.ignore_eos,
+            temperature=call.temperature,
+            stop=call.stop,
+            sink=sink,
+        )
 
     def work(self) -> dict[str, Any]:
         return {
             "executing": self.engine.executing,
             "batches": self.engine.batches,
             "busy_s": self.engine.busy_s,
-            "engine": self.engine.stats(),
+            "engine": self.engine.stats() | {"capped_requests": float(self._capped)},
         }
+
+    async def check_health(self) -> None:
+        """Unhealthy, so replaced, when the engine has died."""
+        await self.engine.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.shutdown()
 
 
 class Unbatched(_Model):
     """One request at a time; the others wait for the accelerator inside the replica."""
 
-    engine: StaticEngine
-
-    def __init__(self, **args: Any) -> None:
-        super().__init__()
-        self.engine = StaticEngine(**_shared(args))
+    engine: Batching
 
     async def execute(self, job: Job) -> Done:
         return (await self.engine.run([job]))[0]
 
 
-class Batched(_Model):
-    """Dynamic batching by `@serve.batch`, one batch at a time."""
+class Batched(DynamicBatching[Job, Done], _Model):
+    """Dynamic batching by `@serve.batch`, one batch at a time, bounded by requests and by tokens."""
 
-    engine: StaticEngine
-
-    def __init__(self, **args: Any) -> None:
-        super().__init__()
-        self.engine = StaticEngine(**_shared(args))
-        self._gate = Gate()
+    engine: Batching
 
     def apply(self, values: dict[str, Any]) -> None:
         super().apply(values)
-        self._gate.limit, self._gate.open = values["max_batch_size"], not values["hold_while_busy"]
-        self._gate.release()
-        self._batch.set_max_batch_size(values["max_batch_size"])
-        self._batch.set_batch_wait_timeout_s(float(values["batch_wait_timeout_s"]))
+        side = "long_" if self.route == "long" else ""
+        self.set_batching(
+            values[f"{side}max_batch_size"],
+            values[f"{side}batch_wait_timeout_s"],
+            values["hold_while_busy"],
+            values["max_batch_tokens"],
+        )
+
+    async def run_batch(self, items: list[Job]) -> list[Done]:
+        return await self.engine.run(items)
 
     async def execute(self, job: Job) -> Done:
-        async with self._gate.turn() as turn:
-            done: Done = await self._batch(job, turn)
-        return done
-
-    @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.0)
-    async def _batch(self, jobs: list[Job], turns: list[Turn]) -> list[Done]:
-        with self._gate.batch(turns):
-            return await self.engine.run(jobs)
+        return await self.in_batch(job, job.prompt_tokens + job.output_tokens)
 
     async def check_health(self) -> None:
-        """Unhealthy when the task that forms batches has died: requests would hang for ever."""
-        if not await self._batch._is_batching_task_alive():
-            raise RuntimeError("the @serve.batch task is dead; this replica must be replaced")
+        await self.check_batching()
+        await super().check_health()
 
 
 class Continuous(_Model):
     """Continuous batching: requests join and leave the running batch at every model step."""
 
-    engine: ContinuousEngine
-
-    def __init__(self, **args: Any) -> None:
-        super().__init__()
-        self.engine = ContinuousEngine(**args)
+    engine: Continuing
 
     async def execute(self, job: Job) -> Done:
         return await self.engine.submit(job)
-
-
-def _shared(args: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that engines without continuous batching take too."""
-    return {k: v for k, v in args.items() if not k.startswith("max_num_")}
-
-
-async def _body(request: Request) -> bytes:
-    """The request's body; refused while it arrives once it is too large."""
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > MAX_BODY_BYTES:
-                raise BadRequest(
-                    f"the body has over {MAX_BODY_BYTES // 1_000_000} MB, more than any prompt "
-                    "that fits the model", 413,
-                )  # fmt: skip
-            parts.append(part)
-    except ClientDisconnect:
-        raise BadRequest("the client left", 499) from None
-    return b"".join(parts)
 
 
 class Monitor:
@@ -204,17 +235,69 @@ class Monitor:
         return JSONResponse({"clock": clock_id(), "replicas": list(self._replicas.values())})
 
 
-_REQUEST_FIELDS = {
-    name: describe(CompletionRequest, name) for name in CompletionRequest.model_fields
-}
-_APPS = {"unbatched": Unbatched, "batched": Batched, "continuous": Continuous}
+def _engine(args: dict[str, Any], kind: type[StaticEngine] | type[ContinuousEngine]) -> Engine:
+    """The engine that the knobs of level `app` ask for; made in the replica, for it may load."""
+    if args["engine"] == "vllm":
+        from kit.vllm_engine import VllmEngine
+
+        cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
+        engine: Engine = VllmEngine(
+            model=args["model"],
+            max_model_len=args["max_model_len"],
+            max_num_seqs=args["max_num_seqs"],
+            max_num_batched_tokens=args["max_num_batched_tokens"],
+            kv_cache_tokens=args["kv_cache_tokens"],
+            enable_prefix_caching=args["enable_prefix_caching"],
+            cpus=max(1, int(cpus)),
+        )
+        return engine
+    names = ["accelerator", "time_scale", "load_time_s", "kv_cache_tokens", "max_model_len"]
+    if kind is ContinuousEngine:
+        names += ["max_num_seqs", "max_num_batched_tokens"]
+    emulated: Engine = kind(**{name: args[name] for name in names})
+    return emulated
+
+
+def _model(app: str, args: dict[str, Any], name: str, is_entrance: bool, *rest: Any) -> Any:
+    """One model deployment; `is_entrance` gives it the HTTP routes."""
+    base, kind = {
+        "unbatched": (Unbatched, StaticEngine),
+        "batched": (Batched, StaticEngine),
+        "continuous": (Continuous, ContinuousEngine),
+    }[app]
+
+    class Model(base):  # type: ignore[misc, valid-type]
+        def __init__(self, args: dict[str, Any], *rest: Any) -> None:
+            route = app if is_entrance else name.lower()
+            super().__init__(_engine(args, kind), route, *rest)
+
+    cls = serve.ingress()(Model) if is_entrance else Model
+    return serve.deployment(cls, name=name).bind(args, *rest)
+
+
+def _tokenizer(args: dict[str, Any]) -> Tokenizer:
+    if args["engine"] == "vllm":
+        from kit.models import resolve
+
+        return ModelTokens(resolve(args["model"]))
+    return Words()
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The app that `args` names; what it takes are the knobs of level `app`."""
-    app = _APPS[args["app"]]
-    rest = {k: v for k, v in args.items() if k != "app"}
-    return serve.deployment(app, name=DEPLOYMENT_NAME).bind(**rest)
+    post = serve.deployment(Postprocess).bind() if args["postprocess"] else None
+    if args["app"] != "routed":
+        return _model(args["app"], args, "Model", True, post)
+    short, long = (_model("batched", args, side, False, post) for side in ("Short", "Long"))
+
+    class Entrance(Router):
+        def __init__(self, short: DeploymentHandle, long: DeploymentHandle) -> None:
+            from kit.accelerator import profile
+
+            name = args["model"] if args["engine"] == "vllm" else profile(args["accelerator"]).model
+            super().__init__(short, long, _tokenizer(args), name)
+
+    return serve.deployment(serve.ingress()(Entrance), name="Router").bind(short, long)
 
 
 def monitor(args: dict[str, Any]) -> serve.Application:

@@ -18,10 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kit.accelerator import Profile
-from kit.engine import Done, Engine, Job, text_of
-
-AHEAD_S = 0.002
-"""Steps shorter than this are paced in groups: a timer of the event loop is no finer."""
+from kit.engine import FINEST_S, Done, Emulated, Job, Text, text_for
 
 
 @dataclass(eq=False)
@@ -45,12 +42,13 @@ class Sequence:
 
 @dataclass
 class Step:
-    """What one model step does: how long it takes, and whom it starts, brings a first token, ends."""
+    """What one model step does: how long it takes, and whom it starts, brings a token, ends."""
 
     duration_s: float = 0.0
     sequences: int = 0
     started: list[Sequence] = field(default_factory=list)
     first: list[Sequence] = field(default_factory=list)
+    advanced: list[Sequence] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
 
 
@@ -97,6 +95,7 @@ class Scheduler:
             s.cached += tokens
             if s.todo == 0:
                 s.generated += 1
+                step.advanced.append(s)
                 if s.generated == 1:
                     step.first.append(s)
                 if s.generated == s.output_tokens:
@@ -139,7 +138,7 @@ class Scheduler:
         return linear_s + p.c_s_per_token2 * squares + common_s
 
 
-class ContinuousEngine(Engine):
+class ContinuousEngine(Emulated):
     """The scheduler in real time, paced by absolute deadlines."""
 
     def __init__(
@@ -150,8 +149,9 @@ class ContinuousEngine(Engine):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         kv_cache_tokens: int | None,
+        max_model_len: int | None = None,
     ) -> None:
-        super().__init__(accelerator, time_scale, load_time_s, kv_cache_tokens)
+        super().__init__(accelerator, time_scale, load_time_s, kv_cache_tokens, max_model_len)
         self.scheduler = Scheduler(
             self.profile, max_num_seqs, max_num_batched_tokens, self.kv_cache_tokens
         )
@@ -160,8 +160,9 @@ class ContinuousEngine(Engine):
 
     async def submit(self, job: Job) -> Done:
         """Have one request served; when the caller leaves, its slot and cache are free at once."""
-        sequence = Sequence(job.prompt_tokens, job.output_tokens)
-        tracked = _Tracked(job, asyncio.get_running_loop().create_future(), time.monotonic())
+        text = text_for(job)
+        sequence = Sequence(job.prompt_tokens, text.tokens)
+        tracked = _Tracked(job, text, asyncio.get_running_loop().create_future(), time.monotonic())
         self._tracked[sequence] = tracked
         self.scheduler.waiting.append(sequence)
         if self._loop is None or self._loop.done():
@@ -171,6 +172,8 @@ class ContinuousEngine(Engine):
         finally:
             self.scheduler.drop(sequence)
             self._tracked.pop(sequence, None)
+            if job.sink:
+                job.sink.close()
 
     async def _run(self) -> None:
         scheduler = self.scheduler
@@ -183,7 +186,7 @@ class ContinuousEngine(Engine):
                 self.executing = step.sequences
                 deadline_s += step.duration_s * self.time_scale
                 ahead_s = deadline_s - begun_s
-                await asyncio.sleep(ahead_s if ahead_s > AHEAD_S else 0)
+                await asyncio.sleep(ahead_s if ahead_s > FINEST_S else 0)
                 self._tell(step, begun_s, time.monotonic())
             self.executing = 0
 
@@ -194,18 +197,24 @@ class ContinuousEngine(Engine):
         for s in step.first:
             if s in self._tracked:
                 self._tracked[s].first_s = ended_s
+        for s in step.advanced:
+            t = self._tracked.get(s)
+            if t and t.job.sink:
+                t.job.sink.push(*t.text.piece(s.generated - 1, s.generated))
         for s in step.finished:
             t = self._tracked.get(s)
             if t and not t.done.done():
                 t.done.set_result(
                     Done(
-                        text=text_of(s.output_tokens),
+                        text=t.text.text,
                         batch_id=self.batches,
                         batch_size=step.sequences,
                         queued_s=t.submitted_s,
                         started_s=t.started_s,
                         first_token_s=t.first_s,
                         done_s=ended_s,
+                        output_tokens=t.text.tokens,
+                        finish_reason=t.text.finish_reason,
                     )
                 )
 
@@ -221,6 +230,7 @@ class ContinuousEngine(Engine):
 @dataclass
 class _Tracked:
     job: Job
+    text: Text
     done: asyncio.Future[Done]
     submitted_s: float
     started_s: float = 0.0

@@ -12,9 +12,13 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from kit.accelerator import profile
+from kit.tokens import Words
+
+FINEST_S = 0.002
+"""Steps shorter than this are paced in groups: a timer of the event loop is no finer."""
 
 _TEXT = "lorem ipsum dolor magna "  # words of five letters, one emulated token each
 
@@ -67,6 +71,7 @@ class Job:
     output_tokens: int
     arrived_s: float
     prompt: str = ""
+    prompt_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     temperature: float = 1.0
@@ -93,7 +98,52 @@ class Done:
     finish_reason: Literal["length", "stop"] = "length"
 
 
-class Engine:
+class Engine(Protocol):
+    """What an app needs of its engine, emulated or real. Lengths in tokens."""
+
+    model_name: str
+    window_tokens: int
+    """Longest prompt and output together."""
+    room_of: str
+    """What sets that bound, in words."""
+    executing: int
+    batches: int
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work since the start, the running batch included."""
+
+    def count_tokens(self, text: str) -> int:
+        """Length of a text."""
+
+    def chat_prompt(self, messages: tuple[dict[str, str], ...]) -> str:
+        """A conversation as the prompt that makes the model answer it."""
+
+    def stats(self) -> dict[str, float]:
+        """Figures of the engine now, by the names they are sampled under."""
+
+    async def check_health(self) -> None:
+        """Raises when the engine is dead."""
+
+    def shutdown(self) -> None:
+        """Stop what the engine started."""
+
+
+class Batching(Engine, Protocol):
+    """An engine that runs static batches."""
+
+    async def run(self, jobs: Sequence[Job]) -> list[Done]:
+        """Run one batch; it waits for the one before it."""
+
+
+class Continuing(Engine, Protocol):
+    """An engine whose requests join and leave its running batch."""
+
+    async def submit(self, job: Job) -> Done:
+        """Have one request served; when the caller leaves, its slot and cache are free at once."""
+
+
+class Emulated(Words):
     """What all emulated engines share. Loading blocks for `load_time_s`, as reading weights does."""
 
     def __init__(
@@ -102,10 +152,18 @@ class Engine:
         time_scale: float,
         load_time_s: float,
         kv_cache_tokens: int | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self.profile = profile(accelerator)
         self.time_scale = time_scale
         self.kv_cache_tokens = kv_cache_tokens or self.profile.kv_capacity_tokens
+        self.window_tokens = min(self.kv_cache_tokens, max_model_len or self.kv_cache_tokens)
+        self.room_of = (
+            "the window max_model_len"
+            if self.window_tokens < self.kv_cache_tokens
+            else f"the KV cache of {self.profile.accelerator}"
+        )
+        self.model_name = self.profile.model
         self.batches = 0
         self.executing = 0
         self._busy_s = 0.0
@@ -128,12 +186,14 @@ class Engine:
             self._busy_s += time.monotonic() - self._since_s
             self._since_s = None
 
-    def stats(self) -> dict[str, float]:
-        """Figures of the engine now, by the names they are sampled under."""
-        raise NotImplementedError
+    async def check_health(self) -> None:
+        """An emulated engine does not die."""
+
+    def shutdown(self) -> None:
+        """Nothing to stop."""
 
 
-class StaticEngine(Engine):
+class StaticEngine(Emulated):
     """Static batches: all of a batch start together and come back together."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +203,8 @@ class StaticEngine(Engine):
 
     async def run(self, jobs: Sequence[Job]) -> list[Done]:
         """Run one batch; it waits for the one before it."""
-        prompts, outputs = [j.prompt_tokens for j in jobs], [j.output_tokens for j in jobs]
+        texts = [text_for(j) for j in jobs]
+        prompts, outputs = [j.prompt_tokens for j in jobs], [t.tokens for t in texts]
         async with self._free:
             with self.working():
                 started_s = time.monotonic()
@@ -152,15 +213,43 @@ class StaticEngine(Engine):
                 self._held_tokens = len(jobs) * (max(prompts) + max(outputs))
                 try:
                     prefill_s = self.profile.prefill_s(prompts) * self.time_scale
-                    decode_s = self.profile.decode_s(prompts, outputs) * self.time_scale
                     first_token_s = await _until(started_s + prefill_s)
+                    if any(j.sink for j in jobs):
+                        await self._stream(jobs, texts, prompts, started_s + prefill_s)
+                    decode_s = self.profile.decode_s(prompts, outputs) * self.time_scale
                     done_s = await _until(started_s + prefill_s + decode_s)
                 finally:
                     self.executing = self._held_tokens = 0
+                    for job in jobs:
+                        if job.sink:
+                            job.sink.close()
         return [
-            Done(text_of(o), batch_id, len(jobs), started_s, started_s, first_token_s, done_s)
-            for o in outputs
-        ]
+            Done(
+                t.text, batch_id, len(jobs), started_s, started_s, first_token_s, done_s, t.tokens,
+                t.finish_reason,
+            )
+            for t in texts
+        ]  # fmt: skip
+
+    async def _stream(
+        self, jobs: Sequence[Job], texts: Sequence[Text], prompts: list[int], from_s: float
+    ) -> None:
+        """Hand tokens to the sinks as the batch decodes them."""
+        longest = max(t.tokens for t in texts)
+        sent = 0
+        while sent < longest:
+            now_s = time.monotonic()
+            upto = sent + 1
+            while upto < longest and self._decoded_s(prompts, upto, from_s) < now_s + FINEST_S:
+                upto += 1
+            await _until(self._decoded_s(prompts, upto, from_s))
+            for job, text in zip(jobs, texts, strict=True):
+                if job.sink:
+                    job.sink.push(*text.piece(sent, upto))
+            sent = upto
+
+    def _decoded_s(self, prompts: list[int], tokens: int, from_s: float) -> float:
+        return from_s + self.profile.decode_s(prompts, [tokens]) * self.time_scale
 
     def stats(self) -> dict[str, float]:
         return {"kv_cache_share": self._held_tokens / self.kv_cache_tokens}
@@ -177,3 +266,29 @@ async def _until(deadline_s: float) -> float:
 def text_of(tokens: int) -> str:
     """A text of that many words."""
     return (_TEXT * (tokens // 4 + 1))[: tokens * 6 - 1].rstrip()
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the emulated model says: a word a token, cut before the first stop string."""
+
+    text: str
+    tokens: int
+    finish_reason: Literal["length", "stop"]
+
+    def piece(self, start: int, end: int) -> tuple[str, int]:
+        """Tokens from `start` to before `end`, as text and count; empty beyond the last."""
+        end = min(end, self.tokens)
+        # Words have five letters: token k ends at character 6k − 1, the blank before it included.
+        return self.text[max(0, start * 6 - 1) : max(0, end * 6 - 1)], max(0, end - start)
+
+
+def text_for(job: Job) -> Text:
+    """The text that answers a job. It never ends by itself: the emulated model has no last word."""
+    text = text_of(job.output_tokens)
+    from_char = max(0, job.min_tokens * 6 - 1)
+    cuts = [at for at in (text.find(s, from_char) for s in job.stop) if at >= 0]
+    if not cuts:
+        return Text(text, job.output_tokens, "length")
+    cut = text[: min(cuts)]
+    return Text(cut, max(1, len(cut.split())), "stop")

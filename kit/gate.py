@@ -19,22 +19,26 @@ Turn = asyncio.Future[None]
 class Gate:
     """Lets at most `limit` wait for their batch at a time, in order of arrival; none while one runs.
 
-    `limit` and `open` (everybody may pass) may be changed at any time; then call `release`.
+    Nor more than `limit_tokens` tokens together, unless it is one request alone. The limits and
+    `open` (everybody may pass) may be changed at any time; then call `release`.
     """
 
     def __init__(self) -> None:
         self.limit = 1
+        self.limit_tokens: int | None = None
         self.open = False
         self._running = 0
         self._waiting: deque[Turn] = deque()
+        self._tokens: dict[Turn, int] = {}
         self._inside: set[Turn] = set()  # admitted, their batch not yet begun
         self._leftover = False
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[Turn]:
+    async def turn(self, tokens: int = 0) -> AsyncIterator[Turn]:
         """Wait to be let in; leaving the block gives the place back, cancelled or not."""
         turn: Turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
+        self._tokens[turn] = tokens
         self.release()
         try:
             await turn
@@ -43,6 +47,7 @@ class Gate:
             if turn in self._waiting:
                 self._waiting.remove(turn)
             self._inside.discard(turn)
+            del self._tokens[turn]
             self._settle()
 
     @contextmanager
@@ -66,11 +71,16 @@ class Gate:
 
     def release(self) -> None:
         """Let in whoever may be let in now."""
-        while self._waiting and (self.open or self._room()):
+        while self._waiting and (self.open or self._room(self._waiting[0])):
             turn = self._waiting.popleft()
             if not turn.done():
                 self._inside.add(turn)
                 turn.set_result(None)
 
-    def _room(self) -> bool:
-        return not self._running and not self._leftover and len(self._inside) < self.limit
+    def _room(self, turn: Turn) -> bool:
+        if self._running or self._leftover:
+            return False
+        if not self._inside or self.limit_tokens is None:
+            return len(self._inside) < self.limit
+        tokens = self._tokens[turn] + sum(self._tokens[t] for t in self._inside)
+        return len(self._inside) < self.limit and tokens <= self.limit_tokens

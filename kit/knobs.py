@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,8 +47,8 @@ class Knob:
         """What the knob takes, in words: `a whole number from 1 to 512 (requests)`."""
         words = []
         if self.kind in ("whole number", "number"):
-            start = f"above {self.low:g}" if self.low_open else f"from {self.low:g}"
-            words.append(f"a {self.kind} {start} to {self.high:g}")
+            start = f"above {self.low:.9g}" if self.low_open else f"from {self.low:.9g}"
+            words.append(f"a {self.kind} {start} to {self.high:.9g}")
             if self.unit:
                 words[-1] += f" ({self.unit})"
         elif self.kind == "text":
@@ -89,12 +90,22 @@ def describe(model: type[BaseModel], name: str) -> Knob:
 
 def explain(error: ValidationError, known: dict[str, Knob]) -> str:
     """A pydantic error in our words: a line for each wrong field."""
+    return explain_errors(typing.cast(list[dict[str, Any]], error.errors()), known)
+
+
+def explain_errors(errors: Iterable[Mapping[str, Any]], known: dict[str, Knob]) -> str:
+    """The same for errors as pydantic lists them."""
     lines: dict[str, str] = {}
-    for e in error.errors():
+    for e in errors:
         name = str(e["loc"][0]) if e["loc"] else ""
         if name in known:
             value = e["input"]
-            lines[name] = f"{name} = {value!r}: must be {known[name].allowed}"
+            if e["type"] == "missing":
+                lines[name] = f"{name} is missing: must be {known[name].allowed}"
+            else:
+                lines[name] = f"{name} = {value!r}: must be {known[name].allowed}"
         else:
-            lines[name] = str(e["msg"]).removeprefix("Value error, ")
+            place = ".".join(str(part) for part in e["loc"])
+            text = str(e["msg"]).removeprefix("Value error, ")
+            lines[place] = f"{place}: {text[0].lower()}{text[1:]}" if place else text
     return "\n".join(lines.values())

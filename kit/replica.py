@@ -12,13 +12,15 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from ray import serve
 
+from kit.application import MONITOR_NAME
 from kit.clock import SERVED_BY, clock_id
 from kit.engine import Done
-from kit.settings import MONITOR_NAME, Settings, SettingsError
+from kit.settings import Settings, SettingsError
 
 HEARTBEAT_S = 0.5
 
@@ -73,7 +75,18 @@ class Replica:
             **self.work(),
         }
 
-    def timing(self, arrived_s: float, done: Done, returned_s: float) -> dict[str, str]:
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Around a request: it is ongoing meanwhile."""
+        self.ongoing += 1
+        try:
+            yield
+        finally:
+            self.ongoing -= 1
+
+    def timing(
+        self, arrived_s: float, done: Done, returned_s: float, route: str | None = None
+    ) -> dict[str, str]:
         """The two headers of an answer; `returned_s` is when postprocessing was over."""
         spans = {
             "batch_wait": done.queued_s - arrived_s,
@@ -85,7 +98,7 @@ class Replica:
         return {
             "Server-Timing": ", ".join(f"{k};dur={v * 1e3:.4f}" for k, v in spans.items()),
             SERVED_BY: f"{self._replica_id} {done.batch_id} {done.batch_size} {self._clock} "
-            f"{arrived_s:.6f} {returned_s:.6f} {self.route}",
+            f"{arrived_s:.6f} {returned_s:.6f} {route or self.route}",
         }
 
     async def _report(self) -> None:

@@ -18,9 +18,17 @@ from urllib.parse import urlsplit
 import requests
 
 from kit import cluster
+from kit.application import (
+    APP_NAME,
+    MONITOR_NAME,
+    application,
+    autoscaling_config,
+    from_application,
+    model_names,
+)
 from kit.cluster import LOOPBACK, ServingError
 from kit.progress import waiting
-from kit.settings import APP_NAME, MONITOR_NAME, Settings, knobs
+from kit.settings import Settings, knobs
 from kit.status import Status, differences, read_status
 
 MONITOR_APP: dict[str, Any] = {
@@ -180,7 +188,7 @@ class Serving:
                 "request_timeout_s": settings.request_timeout_s,
             },
             "applications": [
-                settings.application(),
+                application(settings),
                 MONITOR_APP,
                 *([] if self.owned else self._others()),
             ],
@@ -210,7 +218,8 @@ class Serving:
             self._client.deploy_applications(self.config(settings))
         except (RuntimeError, requests.RequestException) as error:
             raise ServingError(_why(error)) from None
-        wanted = settings.application()["deployments"][0]
+        wanted = {d["name"]: d for d in application(settings)["deployments"]}
+        sent = settings.user_config()
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.status()
@@ -221,30 +230,30 @@ class Serving:
                 raise ServingError(
                     f"Serve says {status.app}: {status.message or 'no reason given'}"
                 )
-            missing = differences(wanted, status.config)
+            missing = differences(wanted, status.configs)
             states = {s["replica_id"]: s for s in self.replicas()}
-            mine = [states.get(r.replica_id, {}) for r in status.running]
-            sent = wanted["user_config"]
+            helpers = [r for r in status.helpers if r.state == "RUNNING"]
+            mine = [states.get(r.replica_id, {}) for r in (*status.running, *helpers)]
             for refused in filter(None, (s.get("refused") for s in mine)):
                 if refused["user_config"] == sent:
                     raise ServingError(f"the replicas refused it: {refused['why']}")
             applied = all(s.get("user_config") == sent and not s["refused"] for s in mine)
-            if not missing and applied and len(mine) >= at_least and status.app == "RUNNING":
+            enough = len(status.running) >= at_least and status.app == "RUNNING"
+            if not missing and applied and enough:
                 return status
             if time.monotonic() > deadline:
                 raise ServingError(
                     f"not applied after {timeout_s:g} s: application {status.app}, deployment "
-                    f"{status.deployment}, {len(mine)} of {status.target} replicas running"
+                    f"{status.deployment}, {len(status.running)} of {status.target} replicas running"
                     f"{', differing: ' + ', '.join(missing) if missing else ''}. {status.message}"
                 )
             time.sleep(POLL_S)
 
 
 def _first_replicas(settings: Settings) -> int:
-    auto = settings.autoscaling_config()
-    return int(
-        auto["min_replicas"] if auto["initial_replicas"] is None else auto["initial_replicas"]
-    )
+    auto = autoscaling_config(settings)
+    first = auto["min_replicas"] if auto["initial_replicas"] is None else auto["initial_replicas"]
+    return int(first) * len(model_names(settings))
 
 
 def _why(error: Exception) -> str:
@@ -303,5 +312,5 @@ def attach(dashboard_url: str, url: str | None = None) -> Serving:
         serving.url = f"http://{host}:{options.get('port') or 8000}"
     mine = serving.details().get("applications", {}).get(APP_NAME, {}).get("deployed_app_config")
     if mine:
-        serving.settings = Settings.from_application(mine)
+        serving.settings = from_application(mine)
     return serving

@@ -17,10 +17,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from kit.accelerator import NO_ACCELERATOR, profile_names
 from kit.knobs import Knob, Level, describe, explain, knob
 
-APP_NAME = "kit"
-DEPLOYMENT_NAME = "Model"
-MONITOR_NAME = "kit-monitor"
-
 _PLACES: dict[str, str] = {
     "app": "the application's args",
     "batching": "user_config",
@@ -45,10 +41,13 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     # What runs: given to the application builder, so a change restarts its replicas.
-    app: Literal["batched", "unbatched", "continuous"] = knob(
+    app: Literal["batched", "unbatched", "continuous", "routed"] = knob(
         "batched", "app", "restart", "", "Which serving app runs: static batches, one request at a "
-        "time, or continuous batching",
+        "time, continuous batching, or short and long prompts batched apart",
     )  # fmt: skip
+    engine: Literal["emulated", "vllm"] = knob(
+        "emulated", "app", "restart", "", "What executes: an emulated accelerator, or vLLM"
+    )
     accelerator: str = knob(
         "h100.llama-3.1-8b.bf16", "app", "restart", "", "Which accelerator and model are emulated"
     )
@@ -60,7 +59,14 @@ class Settings(BaseModel):
         0.0, "app", "restart", "s", "Emulated time to load the model when a replica starts",
         ge=0, le=3600,
     )  # fmt: skip
-
+    model: str = knob(
+        "", "app", "restart", "", "Model of a real engine: a folder or a name; empty means the "
+        "small one that set-up prepares",
+    )  # fmt: skip
+    max_model_len: int | None = knob(
+        None, "app", "restart", "tokens", "Longest prompt and output together; empty means what the "
+        "model takes", ge=16, le=1_000_000,
+    )  # fmt: skip
     kv_cache_tokens: int | None = knob(
         None, "app", "restart", "tokens", "KV cache of the accelerator; empty means all it has",
         ge=16, le=10_000_000,
@@ -72,6 +78,13 @@ class Settings(BaseModel):
     max_num_batched_tokens: int = knob(
         8192, "app", "restart", "tokens", "Continuous batching: most tokens computed in one step",
         ge=16, le=131_072,
+    )  # fmt: skip
+    enable_prefix_caching: bool = knob(
+        True, "app", "restart", "", "Whether vLLM keeps the KV cache of prompts that begin alike"
+    )
+    postprocess: bool = knob(
+        False, "app", "restart", "", "Whether outputs pass a Postprocess deployment on CPU: format, "
+        "length, blocked words",
     )  # fmt: skip
 
     # user_config: reaches running replicas through reconfigure().
@@ -86,9 +99,45 @@ class Settings(BaseModel):
         True, "batching", "next batch", "", "Hold requests back while a batch runs, so that the "
         "next one fills from the backlog; False is plain @serve.batch",
     )  # fmt: skip
+    max_batch_tokens: int | None = knob(
+        None, "batching", "next batch", "tokens", "Most tokens, prompts and outputs asked for, in "
+        "one batch: memory runs out by tokens, not by requests; empty is no limit",
+        ge=1, le=10_000_000,
+    )  # fmt: skip
     max_new_tokens: int = knob(
         4096, "batching", "next batch", "tokens", "Cap on the output of every request, whatever it "
         "asks for", ge=1, le=131072,
+    )  # fmt: skip
+    route_threshold_tokens: int = knob(
+        256, "batching", "live", "tokens", "Routed app: requests of more tokens, prompt and output "
+        "asked for, go to the long side", ge=1, le=1_000_000,
+    )  # fmt: skip
+    long_max_batch_size: int = knob(
+        4, "batching", "next batch", "requests", "Routed app: max_batch_size of the long side",
+        ge=1, le=512,
+    )  # fmt: skip
+    long_batch_wait_timeout_s: float = knob(
+        0.01, "batching", "next batch", "s", "Routed app: batch_wait_timeout_s of the long side",
+        ge=0, le=60,
+    )  # fmt: skip
+    prompt_template: str = knob(
+        "{prompt}", "batching", "live", "", "Routed app: what every prompt is put into, where it "
+        "says {prompt}",
+    )  # fmt: skip
+    response_cache_entries: int = knob(
+        0, "batching", "live", "answers", "Routed app: answers kept for requests that come again "
+        "with temperature 0; 0 keeps none", ge=0, le=100_000,
+    )  # fmt: skip
+    strip_output: bool = knob(
+        True, "batching", "live", "", "Postprocess: outputs lose white space at both ends"
+    )
+    max_output_chars: int | None = knob(
+        None, "batching", "live", "characters", "Postprocess: longer outputs are cut; empty cuts "
+        "none", ge=1, le=1_000_000,
+    )  # fmt: skip
+    blocked_words: str = knob(
+        "", "batching", "live", "", "Postprocess: words, separated by commas, that outputs show as "
+        "***",
     )  # fmt: skip
 
     num_replicas: Annotated[int, Ge(1), Le(1000)] | Literal["auto"] = knob(
@@ -102,6 +151,13 @@ class Settings(BaseModel):
     max_queued_requests: int = knob(
         -1, "deployment", "live", "requests", "Most requests waiting in the router before new ones "
         "are rejected; -1 is no limit", ge=-1, le=1_000_000,
+    )  # fmt: skip
+    reject_status: Literal[429, 503] = knob(
+        503, "deployment", "live", "", "HTTP status of a request that max_queued_requests rejects"
+    )
+    retry_after_s: float | None = knob(
+        1.0, "deployment", "live", "s", "Retry-After that a rejected request is told; empty tells "
+        "none", ge=0, le=3600,
     )  # fmt: skip
     graceful_shutdown_timeout_s: float = knob(
         20.0, "deployment", "live", "s", "How long a stopping replica may finish its requests",
@@ -167,13 +223,13 @@ class Settings(BaseModel):
     )
 
     def __init__(self, **values: Any) -> None:
-        unknown = [k for k in values if k not in type(self).model_fields]
-        if unknown:
-            raise SettingsError("\n".join(_unknown(name, None) for name in unknown))
+        strange = [k for k in values if k not in type(self).model_fields]
+        if strange:
+            raise SettingsError("\n".join(unknown(name, None) for name in strange))
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise SettingsError(explain(error, _BY_NAME)) from None
+            raise SettingsError(explain(error, BY_NAME)) from None
 
     @model_validator(mode="after")
     def _can_work(self) -> Self:
@@ -183,6 +239,15 @@ class Settings(BaseModel):
             known = ", ".join([*profile_names(), NO_ACCELERATOR])
             wrong.append(
                 f"accelerator = {self.accelerator!r}: did you mean {near!r}? Known: {known}"
+            )
+        if self.engine == "vllm" and self.num_cpus < 1 and self.num_gpus < 1:
+            wrong.append(
+                f"num_cpus = {self.num_cpus:g} with engine = 'vllm': vLLM computes on whole cores, "
+                "so give each replica num_cpus of 1 or more (or num_gpus of 1)"
+            )
+        if self.prompt_template.count("{prompt}") != 1:
+            wrong.append(
+                f"prompt_template = {self.prompt_template!r}: must hold {{prompt}} exactly once"
             )
         if self.min_replicas > self.max_replicas:
             wrong.append(
@@ -219,92 +284,25 @@ class Settings(BaseModel):
         """The knobs that reach running replicas through `reconfigure`."""
         return {k.name: getattr(self, k.name) for k in knobs("batching")}
 
-    def autoscaling_config(self) -> dict[str, Any]:
-        """Ray Serve's `autoscaling_config`, always complete.
 
-        A missing key would fall back to Ray's default, and adding or removing the whole dict
-        restarts every replica; so a fixed number of replicas is min = max = initial.
-        """
-        config = {k.name: getattr(self, k.name) for k in knobs("autoscaling")}
-        if self.num_replicas != "auto":
-            n = self.num_replicas
-            config |= {"min_replicas": n, "max_replicas": n, "initial_replicas": n}
-        return config
-
-    def application(self) -> dict[str, Any]:
-        """This deployment as one entry of `applications` in Serve's declarative config."""
-        deployment = {
-            k.name: getattr(self, k.name)
-            for k in knobs("deployment")
-            if k.name not in ("num_replicas", "num_cpus", "num_gpus")
-        }
-        deployment |= {
-            "name": DEPLOYMENT_NAME,
-            "user_config": self.user_config(),
-            "autoscaling_config": self.autoscaling_config(),
-            "ray_actor_options": {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus},
-        }
-        return {
-            "name": APP_NAME,
-            "route_prefix": "/",
-            "import_path": "kit.apps:build",
-            "args": {k.name: getattr(self, k.name) for k in knobs("app")},
-            "deployments": [deployment],
-        }
-
-    @classmethod
-    def from_application(cls, application: dict[str, Any]) -> Settings:
-        """The reverse of `application`, for a hand-written config.
-
-        Raises:
-            SettingsError: also for a known knob at the wrong level, which Serve would ignore.
-        """
-        deployment = dict((application.get("deployments") or [{}])[0])
-        places: list[tuple[Level, dict[str, Any]]] = [
-            ("app", dict(application.get("args") or {})),
-            ("batching", dict(deployment.pop("user_config", None) or {})),
-            ("autoscaling", dict(deployment.pop("autoscaling_config", None) or {})),
-        ]
-        flat = dict(deployment.pop("ray_actor_options", None) or {})
-        deployment.pop("name", None)
-        places.append(("deployment", deployment | flat))
-        values: dict[str, Any] = {}
-        wrong = []
-        for level, found in places:
-            for name, value in found.items():
-                if name in _BY_NAME and _BY_NAME[name].level == level:
-                    values[name] = value
-                else:
-                    wrong.append(_unknown(name, level))
-        if wrong:
-            raise SettingsError("\n".join(wrong))
-        low, high = values.get("min_replicas"), values.get("max_replicas")
-        if low is not None and low == high == values.get("initial_replicas"):
-            values["num_replicas"] = low
-            values["initial_replicas"] = None
-        elif low is not None:
-            values["num_replicas"] = "auto"
-        return cls(**values)
-
-
-_BY_NAME: dict[str, Knob] = {name: describe(Settings, name) for name in Settings.model_fields}
+BY_NAME: dict[str, Knob] = {name: describe(Settings, name) for name in Settings.model_fields}
 
 
 def knobs(level: Level | None = None) -> list[Knob]:
     """The registry, all of it or one level, in the order of definition."""
-    return [k for k in _BY_NAME.values() if level in (None, k.level)]
+    return [k for k in BY_NAME.values() if level in (None, k.level)]
 
 
-def _unknown(name: str, level: Level | None) -> str:
+def unknown(name: str, level: Level | None) -> str:
     """Why `name` is not accepted at `level`, with the nearest right name and where it belongs."""
     here = f" in {_PLACES[level]}" if level else ""
-    if name in _BY_NAME:
-        return f"{name}{here}: belongs in {_PLACES[_BY_NAME[name].level]}; Serve would ignore it"
-    near = difflib.get_close_matches(name, _BY_NAME, 1, 0.5)
+    if name in BY_NAME:
+        return f"{name}{here}: belongs in {_PLACES[BY_NAME[name].level]}; Serve would ignore it"
+    near = difflib.get_close_matches(name, BY_NAME, 1, 0.5)
     if near:
-        place = _PLACES[_BY_NAME[near[0]].level]
+        place = _PLACES[BY_NAME[near[0]].level]
         return f"{name}{here}: no such knob; did you mean {near[0]!r} (in {place})?"
-    return f"{name}{here}: no such knob; there are: {', '.join(_BY_NAME)}"
+    return f"{name}{here}: no such knob; there are: {', '.join(BY_NAME)}"
 
 
 RAY_AUTO: dict[str, Any] = {

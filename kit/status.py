@@ -1,11 +1,11 @@
-"""The deployment as Serve's controller tells of it, and how that differs from what was asked."""
+"""The app as Serve's controller tells of it, and how that differs from what was asked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from kit.settings import APP_NAME, DEPLOYMENT_NAME
+from kit.application import APP_NAME, MODELS
 
 
 @dataclass(frozen=True)
@@ -15,19 +15,25 @@ class Replica:
     replica_id: str
     state: str
     pid: int | None
+    deployment: str
 
 
 @dataclass(frozen=True)
 class Status:
-    """The deployment as Serve's controller sees it. `target` is None while there is none."""
+    """The app as Serve's controller sees it; `target` is None while there is none.
+
+    `replicas` are those of model deployments, `helpers` the others (router, postprocess); `configs`
+    has the effective config of each deployment by name.
+    """
 
     app: str
     deployment: str
     message: str
     target: int | None
     replicas: tuple[Replica, ...]
+    helpers: tuple[Replica, ...]
     deployed_s: float
-    config: dict[str, Any] = field(repr=False)
+    configs: dict[str, dict[str, Any]] = field(repr=False)
 
     @property
     def running(self) -> tuple[Replica, ...]:
@@ -39,20 +45,29 @@ class Status:
 
 
 def read_status(details: dict[str, Any]) -> Status:
-    """The kit's deployment in what the controller tells (`ServeInstanceDetails`)."""
+    """The kit's app in what the controller tells (`ServeInstanceDetails`)."""
     app = details.get("applications", {}).get(APP_NAME, {})
-    deployment = app.get("deployments", {}).get(DEPLOYMENT_NAME, {})
+    deployments = app.get("deployments", {})
+    models = {name: d for name, d in deployments.items() if name in MODELS}
+    states = [d.get("status", "NOT_STARTED") for d in deployments.values()]
+    targets = [d["target_num_replicas"] for d in models.values() if "target_num_replicas" in d]
+    replicas = [
+        Replica(r["replica_id"], r["state"], r.get("pid"), name)
+        for name, d in deployments.items()
+        for r in d.get("replicas", [])
+    ]
+    # What ails one deployment is what ails the app.
+    ailing = [s for s in states if s != "HEALTHY"]
+    texts = [app.get("message"), *(d.get("message") for d in deployments.values())]
     return Status(
         app=app.get("status", "NOT_STARTED"),
-        deployment=deployment.get("status", "NOT_STARTED"),
-        message=" ".join(m for m in (app.get("message"), deployment.get("message")) if m),
-        target=deployment.get("target_num_replicas"),
-        replicas=tuple(
-            Replica(r["replica_id"], r["state"], r.get("pid"))
-            for r in deployment.get("replicas", [])
-        ),
+        deployment=(sorted(ailing, key=lambda s: s != "UNHEALTHY") or states or ["NOT_STARTED"])[0],
+        message=" ".join(filter(None, texts)),
+        target=sum(targets) if targets else None,
+        replicas=tuple(r for r in replicas if r.deployment in models),
+        helpers=tuple(r for r in replicas if r.deployment not in models),
         deployed_s=app.get("last_deployed_time_s", 0.0),
-        config=deployment.get("deployment_config", {}),
+        configs={name: d.get("deployment_config", {}) for name, d in deployments.items()},
     )
 
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from kit import figures, measures
 from kit.accelerator import NO_ACCELERATOR
+from kit.application import application
 from kit.load import Load
 from kit.serving import Serving, start
 from kit.settings import Settings
@@ -92,7 +93,7 @@ def deploy_without_split(serving: Serving) -> None:
     app = serve.deployment(
         Plain, max_ongoing_requests=64, ray_actor_options=options,
         user_config=serving.settings.user_config(),
-    ).bind(**{k: v for k, v in serving.settings.application()["args"].items() if k != "app"})  # fmt: skip
+    ).bind(**{k: v for k, v in application(serving.settings)["args"].items() if k != "app"})  # fmt: skip
     serve.run(app, name="plain", route_prefix="/plain")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def _cluster() -> Iterator[Serving]:
-    with start(BASE) as serving:
+    with start(BASE, port=int(os.environ.get("KIT_TEST_PORT", "8000"))) as serving:
         serving.deploy(BASE)
         yield serving
 

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from kit.accelerator import NO_ACCELERATOR, profile, profile_names
-from kit.apps import Batched
+from kit.batching import DynamicBatching
 from kit.continuous import ContinuousEngine, Scheduler, Sequence
 from kit.engine import Job, StaticEngine
 from kit.gate import Gate
@@ -70,10 +70,10 @@ def test_o5_a_dead_batching_task_makes_the_replica_unhealthy() -> None:
     async def dead() -> bool:
         return False
 
-    replica = object.__new__(Batched)
+    replica = object.__new__(DynamicBatching)
     replica._batch = types.SimpleNamespace(_is_batching_task_alive=dead)
     with pytest.raises(RuntimeError, match="must be replaced"):
-        asyncio.run(replica.check_health())
+        asyncio.run(replica.check_batching())
 
 
 def test_gate_fills_the_next_batch_from_the_backlog_in_order() -> None:

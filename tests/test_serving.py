@@ -18,6 +18,7 @@ from conftest import BASE, ask
 
 from kit import leftovers, store
 from kit import serving as serving_module
+from kit.application import application
 from kit.clock import SERVED_BY
 from kit.cluster import ServingError, check_port
 from kit.experiment import Change, Experiment
@@ -98,7 +99,7 @@ def test_manual_scaling_and_back_keeps_the_first_replica(serving: Serving) -> No
 def test_o3_a_config_that_serve_takes_but_cannot_run_is_an_error_and_is_undone(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, broken: dict[str, str]
 ) -> None:
-    real = Settings.application
+    real = serving_module.application
 
     def wrong(self: Settings) -> dict[str, object]:
         app = real(self)
@@ -107,7 +108,7 @@ def test_o3_a_config_that_serve_takes_but_cannot_run_is_an_error_and_is_undone(
             app["deployments"][0]["name"] = broken.get("deployment", "Model")
         return app
 
-    monkeypatch.setattr(Settings, "application", wrong)
+    monkeypatch.setattr(serving_module, "application", wrong)
     with pytest.raises(ServingError, match=r"(?s)(nope|Nope).*before it are serving again"):
         serving.update(BASE.replace(max_batch_size=5))
     assert serving.settings == BASE
@@ -157,7 +158,7 @@ def test_o6_moving_the_target_alone_keeps_the_replicas_that_autoscaling_added(
         assert pids(serving) == three
     finally:
         load.kill()
-    effective = serving.status().config["autoscaling_config"]
+    effective = serving.status().configs["Model"]["autoscaling_config"]
     assert effective["max_replicas"] == 3
     assert effective["downscale_delay_s"] == 600
 
@@ -165,7 +166,7 @@ def test_o6_moving_the_target_alone_keeps_the_replicas_that_autoscaling_added(
 def test_o7_what_serve_drops_silently_is_found_by_comparing_with_what_it_runs(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Settings.application
+    real = serving_module.application
 
     def misspelt(self: Settings) -> dict[str, object]:
         app = real(self)
@@ -173,7 +174,7 @@ def test_o7_what_serve_drops_silently_is_found_by_comparing_with_what_it_runs(
             app["deployments"][0]["max_batch_size"] = 5
         return app
 
-    monkeypatch.setattr(Settings, "application", misspelt)
+    monkeypatch.setattr(serving_module, "application", misspelt)
     with pytest.raises(ServingError, match="differing: max_batch_size"):
         serving.update(BASE.replace(max_batch_size=5), timeout_s=2)
 
@@ -228,7 +229,7 @@ BAD_BODIES: dict[str, tuple[dict[str, object], int, str]] = {
     "not JSON": ({"data": b"{prompt"}, 400, "not JSON"),
     "not UTF-8": ({"data": b'{"prompt": "\xff\xfe"}'}, 400, "not JSON"),
     "nested without end": ({"data": b"[" * 100_000}, 400, "not JSON"),
-    "empty": ({"data": b""}, 400, "not JSON"),
+    "empty": ({"data": b""}, 400, "JSON object"),
     "a list": ({"json": [1]}, 400, "dictionary|object"),
     "no prompt": ({"json": {"max_tokens": 4}}, 400, "prompt"),
     "null prompt": ({"json": {"prompt": None}}, 400, "prompt = None: must be text"),
@@ -237,7 +238,9 @@ BAD_BODIES: dict[str, tuple[dict[str, object], int, str]] = {
     "negative max_tokens": ({"json": {"prompt": "a", "max_tokens": -1}}, 400, "max_tokens = -1"),
     "text max_tokens": ({"json": {"prompt": "a", "max_tokens": "4"}}, 400, "max_tokens = '4'"),
     "NaN max_tokens": ({"data": b'{"prompt": "a", "max_tokens": NaN}'}, 400, "max_tokens = nan"),
-    "huge max_tokens": ({"json": {"prompt": "a", "max_tokens": 10**9}}, 400, "to 131072"),
+    "huge max_tokens": ({"json": {"prompt": "a", "max_tokens": 10**9}}, 400, "to 1000000"),
+    "misspelt key": ({"json": {"prompt": "a", "max_token": 4}}, 400, "max_token = 4: not offered"),
+    "4,000 stop strings": ({"json": {"prompt": "a", "stop": ["x"] * 4000}}, 400, "at most 16"),
     "10 MB": ({"json": {"prompt": "word " * 2_000_000}}, 413, "4 MB"),
 }
 
@@ -373,7 +376,7 @@ def test_attach_reads_what_runs_and_leaves_it_running(serving: Serving) -> None:
     guest = attach(serving._client._address)
     assert guest.url == serving.url
     assert guest.settings is not None
-    assert guest.settings.application() == BASE.application()
+    assert application(guest.settings) == application(BASE)
     assert guest.update(guest.settings.replace(max_batch_size=6)).restarted_replicas == 0
     assert running_config(serving)["max_batch_size"] == 6
     guest.update(BASE)

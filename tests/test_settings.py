@@ -7,6 +7,7 @@ import math
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
+from kit.application import application, autoscaling_config, from_application
 from kit.doubts import doubts
 from kit.settings import PRESETS, Settings, SettingsError, knobs
 
@@ -35,13 +36,13 @@ def test_every_knob_refuses_nonsense_and_takes_its_default(knob) -> None:  # typ
 
 
 def test_o7_misplaced_and_misspelt_keys_name_the_right_place() -> None:
-    app = Settings().application()
+    app = application(Settings())
     deployment = app["deployments"][0]
     deployment["autoscaling_config"]["max_ongoing_requests"] = 3
     deployment["autoscaling_config"]["targt_ongoing_requests"] = 3
     deployment["max_batch_size"] = 4
     with pytest.raises(SettingsError) as error:
-        Settings.from_application(app)
+        from_application(app)
     assert "max_ongoing_requests in autoscaling_config: belongs in the deployment" in str(
         error.value
     )
@@ -66,17 +67,17 @@ def test_o3_impossible_combinations_are_refused_before_anything_is_sent() -> Non
 def test_o6_o8_the_autoscaling_dict_is_always_there_and_always_whole() -> None:
     every = {k.name for k in knobs("autoscaling")}
     for settings in (Settings(), Settings(num_replicas=3), Settings(**PRESETS["auto"])):
-        config = settings.application()["deployments"][0]
+        config = application(settings)["deployments"][0]
         assert set(config["autoscaling_config"]) == every
         assert "num_replicas" not in config
-    pinned = Settings(num_replicas=3).autoscaling_config()
+    pinned = autoscaling_config(Settings(num_replicas=3))
     assert pinned["min_replicas"] == pinned["max_replicas"] == pinned["initial_replicas"] == 3
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_serve_itself_accepts_what_is_emitted(preset: str) -> None:
     settings = Settings(**PRESETS[preset])
-    schema = ServeDeploySchema.model_validate({"applications": [settings.application()]})
+    schema = ServeDeploySchema.model_validate({"applications": [application(settings)]})
     deployment = schema.applications[0].deployments[0]
     assert deployment.user_config == settings.user_config()
 
@@ -85,9 +86,9 @@ def test_serve_itself_accepts_what_is_emitted(preset: str) -> None:
     "changes", [{}, {"num_replicas": 3}, PRESETS["auto"], {"app": "unbatched", "num_gpus": 1.0}]
 )
 def test_config_reads_back_to_the_same_settings(changes: dict[str, object]) -> None:
-    once = Settings.from_application(Settings(**changes).application())
-    assert once.application() == Settings(**changes).application()
-    assert Settings.from_application(once.application()) == once
+    once = from_application(application(Settings(**changes)))
+    assert application(once) == application(Settings(**changes))
+    assert from_application(application(once)) == once
 
 
 def test_o10_batch_above_max_ongoing_requests_is_warned_about() -> None:
