@@ -9,9 +9,9 @@ import types
 import pytest
 
 from kit.accelerator import NO_ACCELERATOR, profile, profile_names
-from kit.batching import DynamicBatching
+from kit.batching import DynamicBatching, Entry, batch_size
 from kit.continuous import ContinuousEngine, Scheduler, Sequence
-from kit.engine import Job, StaticEngine
+from kit.engine import Job, Sink, StaticEngine, text_for
 from kit.gate import Gate
 from kit.workload import Lengths, Workload
 
@@ -201,5 +201,90 @@ def test_who_leaves_frees_slot_and_cache_at_once() -> None:
         assert len(done.text.split()) == 20
         assert done.queued_s <= done.started_s < done.first_token_s < done.done_s
         assert done.done_s <= time.monotonic(), "no instant may lie in the future"
+
+    asyncio.run(scenario())
+
+
+def test_the_gate_bounds_a_batch_by_tokens_but_lets_a_giant_pass_alone() -> None:
+    async def scenario() -> None:
+        gate, inside = Gate(), []
+        gate.limit, gate.limit_tokens = 8, 100
+        leave = asyncio.Event()
+
+        async def request(name: int, tokens: int) -> None:
+            async with gate.turn(tokens) as turn:
+                inside.append((name, turn))
+                await leave.wait()
+
+        sizes = (60, 30, 20, 500, 10)
+        tasks = [asyncio.create_task(request(k, size)) for k, size in enumerate(sizes)]
+        seen = []
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            seen.append([name for name, _ in inside])
+            with gate.batch([turn for _, turn in inside]):
+                inside.clear()
+        assert seen == [[0, 1], [2], [3]]
+        leave.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"), [([], 0), ([500], 1), ([60, 40], 2), ([60, 41], 9), ([0, 0, 0], 3)]
+)
+def test_the_size_of_a_batch_is_in_requests_and_never_raises(tokens: list[int], size: int) -> None:
+    gate = Gate()
+    gate.limit, gate.limit_tokens = 8, 100
+    assert batch_size([Entry(None, None, t, gate) for t in tokens]) == size  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "tokens", "reason"),
+    [((), 0, 9, "length"), (("dolor",), 0, 2, "stop"), (("dolor",), 4, 6, "stop"),
+     (("nowhere",), 0, 9, "length"), (("lorem",), 0, 1, "stop")],
+)  # fmt: skip
+def test_the_emulated_model_ends_at_a_stop_string(
+    stop: tuple[str, ...], min_tokens: int, tokens: int, reason: str
+) -> None:
+    text = text_for(Job(5, 9, 0.0, min_tokens=min_tokens, stop=stop))
+    assert (text.tokens, text.finish_reason) == (tokens, reason)
+    assert not any(s in text.text[max(0, min_tokens * 6 - 1) :] for s in stop)
+
+
+@pytest.mark.parametrize("kind", ["static", "continuous"])
+def test_a_streamed_output_is_the_same_text_token_by_token(kind: str) -> None:
+    async def scenario() -> None:
+        if kind == "static":
+            engine = StaticEngine(H100.name, 0.2, 0.0)
+        else:
+            engine = ContinuousEngine(H100.name, 0.2, 0.0, 4, 8192, None)
+        jobs = [Job(10, n, 0.0, sink=Sink()) for n in (5, 12)]
+        if kind == "static":
+            tasks = [asyncio.create_task(engine.run(jobs))]
+        else:
+            tasks = [asyncio.create_task(engine.submit(j)) for j in jobs]
+
+        async def read(sink: Sink) -> list[tuple[str, int]]:
+            return [piece async for piece in sink]
+
+        streams = await asyncio.gather(*(read(j.sink) for j in jobs))
+        for job, pieces in zip(jobs, streams, strict=True):
+            assert "".join(text for text, _ in pieces) == text_for(job).text
+            assert sum(tokens for _, tokens in pieces) == job.output_tokens
+            assert len(pieces) > 2
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_reader_finds_what_it_missed_in_one_piece() -> None:
+    async def scenario() -> None:
+        sink = Sink()
+        for _ in range(1000):
+            sink.push(" x", 1)
+        sink.close()
+        assert [piece async for piece in sink] == [(" x" * 1000, 1000)]
 
     asyncio.run(scenario())
