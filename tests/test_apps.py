@@ -87,7 +87,7 @@ def test_the_openai_client_works_unchanged(serving: Serving, client: openai.Open
         ({"max_tokens": -1}, openai.BadRequestError, "max_tokens = -1"),
         ({"n": 3}, openai.BadRequestError, "n = 3: not offered"),
         ({"model": "gpt"}, openai.NotFoundError, "this app serves"),
-        ({"max_tokens": 1_000_000, "prompt": "x " * 400_000}, openai.BadRequestError, "KV cache"),
+        ({"max_tokens": 1_000_000, "prompt": "x " * 900_000}, openai.BadRequestError, "KV cache"),
     ):
         with pytest.raises(error, match=said):
             client.completions.create(**{"model": model, "prompt": "a"} | kwargs)
