@@ -11,7 +11,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -35,7 +35,7 @@ from kit.contract import (
     fields_of,
     read,
 )
-from kit.knobs import explain_errors
+from kit.knobs import Knob, explain_errors
 
 MAX_BODY_BYTES = 4_000_000
 _ARRIVED = "kit.arrived_s"
@@ -108,16 +108,39 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_api(backend: Backend) -> FastAPI:
-    """The routes of one app; serves `/openapi.json` and `/docs` too."""
-    api = FastAPI(
-        title="Serve tuning kit", version="1", strict_content_type=False, responses=_ERRORS
-    )
+def new_api(title: str, bodies: Mapping[str, type[BaseModel]]) -> FastAPI:
+    """A FastAPI app whose errors have the shape of the OpenAI API's; bodies are bounded.
+
+    Args:
+        title: what its document is called.
+        bodies: the model of the body of each path, whose fields error texts describe.
+    """
+    api = FastAPI(title=title, version="1", strict_content_type=False, responses=_ERRORS)
+    fields = {path: fields_of(model) for path, model in bodies.items()}
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        return _invalid(error, fields.get(path, {}))
+
     api.add_middleware(_Door)
-    api.add_exception_handler(RequestValidationError, _invalid)
+    api.add_exception_handler(RequestValidationError, invalid)
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(BadRequest, _refused)
-    api.add_exception_handler(Overloaded, _overloaded)
+    api.add_exception_handler(Overloaded, overloaded)
+    return api
+
+
+def make_api(backend: Backend) -> FastAPI:
+    """The routes of one LLM app; serves `/openapi.json` and `/docs` too."""
+    api = new_api(
+        "Serve tuning kit",
+        {
+            "/": PlainRequest,
+            "/v1/completions": CompletionRequest,
+            "/v1/chat/completions": ChatRequest,
+        },
+    )
     streamed: dict[int | str, dict[str, Any]] = {
         200: {"content": {"text/event-stream": {}}, "description": "The answer"}
     }
@@ -316,25 +339,14 @@ class _Door:
         await self.app(scope, again, send)
 
 
-_FIELDS = {
-    path: fields_of(model)
-    for path, model in (
-        ("/", PlainRequest),
-        ("/v1/completions", CompletionRequest),
-        ("/v1/chat/completions", ChatRequest),
-    )
-}
-
-
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+def _invalid(error: RequestValidationError, fields: dict[str, Knob]) -> Response:
     errors = [e | {"loc": e["loc"][1:]} for e in error.errors()]  # "body" comes first
     if any(e["type"] == "json_invalid" for e in errors):
         text, param = f"the body is not JSON: {errors[0]['ctx']['error']}", None
     elif not errors[0]["loc"] and errors[0]["type"] != "value_error":
         text, param = "the body must be a JSON object", None
     else:
-        text = explain_errors(errors, _FIELDS.get(request.scope["path"], {}))
+        text = explain_errors(errors, fields)
         param = str(errors[0]["loc"][0]) if errors[0]["loc"] else None
     text = text if len(text) <= 500 else text[:500] + "…"
     return JSONResponse(error_body(text, "invalid_request_error", param, 400), 400)
@@ -355,7 +367,8 @@ async def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse(body, error.status)
 
 
-async def _overloaded(_: Request, error: Exception) -> Response:
+async def overloaded(_: Request, error: Exception) -> Response:
+    """The answer to a request that cannot be served now."""
     assert isinstance(error, Overloaded)
     wait_s = error.retry_after_s
     headers = {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}

@@ -13,6 +13,9 @@ from kit.settings import BY_NAME, Settings, SettingsError, knobs, unknown
 
 APP_NAME = "kit"
 MONITOR_NAME = "kit-monitor"
+JOBS_NAME = "kit-jobs"
+BESIDE = ("job_queue",)
+"""Knobs of level `app` that are applications of their own: no argument of the model app."""
 MODELS = ("Model", "Short", "Long")
 """Names of deployments whose replicas hold an accelerator; everything else of an app is a helper."""
 
@@ -69,7 +72,7 @@ def application(settings: Settings) -> dict[str, Any]:
         "name": APP_NAME,
         "route_prefix": "/",
         "import_path": "kit.apps:build",
-        "args": {k.name: getattr(settings, k.name) for k in knobs("app")},
+        "args": {k.name: getattr(settings, k.name) for k in knobs("app") if k.name not in BESIDE},
         "deployments": [
             *({"name": name} | model for name in model_names(settings)),
             *({"name": name} | helper for name in helper_names(settings)),

@@ -28,9 +28,9 @@ from ray.serve.task_consumer import instantiate_adapter_from_config, task_handle
 from ray.serve.task_processor import CeleryTaskProcessorAdapter
 
 from kit import broker
-from kit.apps import BadRequest
+from kit.application import APP_NAME
+from kit.contract import BadRequest, cause_of
 from kit.jobstore import JobStore
-from kit.settings import APP_NAME
 
 QUEUE = "kit-jobs"
 UNPROCESSABLE = "kit-jobs-unprocessable"
@@ -128,7 +128,7 @@ class Consumer:
             try:
                 answer = self._ask(self._store.body(job_id))
             except BadRequest as error:
-                self._store.bury(job_id, lease, f"refused: {error}")
+                self._store.bury(job_id, lease, f"refused: {cause_of(error)}")
             except BackPressureError as error:
                 # An overloaded app is what this queue is for: it waits, however long that takes.
                 self._store.release(job_id, lease, "the app is overloaded", counts=False)

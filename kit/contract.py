@@ -34,6 +34,12 @@ class BadRequest(ValueError):
         self.param = param
 
 
+def cause_of(error: BadRequest) -> BadRequest:
+    """What another replica raised, without Ray's account of how it came here."""
+    cause = getattr(error, "cause", error)
+    return cause if isinstance(cause, BadRequest) else error
+
+
 class Overloaded(RuntimeError):
     """A request that cannot be served now; `retry_after_s` says when to come again."""
 

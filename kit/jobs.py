@@ -20,9 +20,8 @@ from typing import Any
 import pandas as pd
 import redis
 import requests
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi import Request
+from fastapi.responses import Response
 from kombu.exceptions import OperationalError
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
@@ -30,19 +29,19 @@ from ray.serve.task_consumer import instantiate_adapter_from_config, task_consum
 from tqdm import tqdm
 
 from kit import broker, consumer
-from kit.apps import CompletionRequest
+from kit.api import new_api, overloaded
+from kit.application import JOBS_NAME
+from kit.contract import BadRequest, Overloaded, PlainRequest
 from kit.jobstore import Job, JobStore, Status
-from kit.settings import JOBS_NAME
-
-RETRY_AFTER_S = 2
 
 
-class JobRequest(CompletionRequest):
+class JobRequest(PlainRequest):
     """The body of `POST /jobs`: what the app takes, and how long the job may wait."""
 
     expires_s: float | None = Field(
-        None, gt=0, le=30 * 86_400, description="Seconds within which it must begin, or never runs"
-    )
+        None, gt=0, le=30 * 86_400, description="Within this it must begin, or it never runs",
+        json_schema_extra={"unit": "s"},
+    )  # fmt: skip
 
 
 class JobsArgs(BaseModel):
@@ -59,14 +58,6 @@ class JobsArgs(BaseModel):
     max_queued: int = Field(10_000, ge=1, description="More are refused with 503")
 
 
-class Refusal(Exception):
-    """An answer other than 2xx, in the shape of the API's errors."""
-
-    def __init__(self, status: int, message: str, code: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
 class _Slash:
     """Takes `/jobs` for `/jobs/`: the redirect between them is lost on clients that follow none."""
 
@@ -79,34 +70,15 @@ class _Slash:
         await self._app(scope, receive, send)
 
 
-api = FastAPI(title="Job queue")
+async def _away(_: Request, error: Exception) -> Response:
+    gone = Overloaded(f"the queue's broker does not answer: {type(error).__name__}", 503, 2.0)
+    return await overloaded(_, gone)
+
+
+api = new_api("Job queue", {"/": JobRequest})
 api.add_middleware(_Slash)
-
-
-def _error(status: int, message: str, code: str) -> JSONResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
-    return JSONResponse({"error": error}, status, headers)
-
-
-@api.exception_handler(Refusal)
-def _refused(_: Request, error: Refusal) -> JSONResponse:
-    return _error(error.status, str(error), error.code)
-
-
-@api.exception_handler(RequestValidationError)
-def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-    lines = (
-        f"{'.'.join(str(p) for p in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()
-    )
-    return _error(400, "\n".join(lines), "invalid_body")
-
-
-@api.exception_handler(redis.RedisError)
-@api.exception_handler(OperationalError)
-def _away(_: Request, error: Exception) -> JSONResponse:
-    return _error(503, f"the queue's broker does not answer: {type(error).__name__}", "no_broker")
+api.add_exception_handler(redis.RedisError, _away)
+api.add_exception_handler(OperationalError, _away)
 
 
 @serve.ingress(api)
@@ -123,8 +95,11 @@ class Jobs:
     def submit(self, request: JobRequest) -> Job:
         waiting = self._store.counts()["queued"]
         if waiting >= self._max_queued:
-            raise Refusal(503, f"{waiting} jobs wait already, which is all it takes", "queue_full")
-        body = request.model_dump(exclude={"expires_s"}, exclude_unset=True)
+            raise Overloaded(f"{waiting} jobs wait already, which is all it takes", 503, 2.0)
+        if request.stream:
+            raise BadRequest("stream = True: the result of a job is fetched whole", param="stream")
+        request.call()  # refuses now what the app would refuse later
+        body = request.model_dump(exclude={"expires_s"}, exclude_unset=True, by_alias=True)
         job = self._store.create(body, request.expires_s)
         try:
             consumer.send(self._sender, job.id)
@@ -172,9 +147,7 @@ class Jobs:
 
     def _found(self, job: Job | None, job_id: str) -> Job:
         if job is None:
-            raise Refusal(
-                404, f"no job {job_id!r}: never submitted, or ended too long ago", "unknown_job"
-            )
+            raise BadRequest(f"no job {job_id!r}: never submitted, or ended too long ago", 404)
         return job
 
 

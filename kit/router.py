@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from kit.api import complete, make_api
-from kit.contract import Answer, BadRequest, Call, Overloaded
+from kit.contract import Answer, BadRequest, Call, Overloaded, cause_of
 from kit.engine import Done
 from kit.replica import Replica
 from kit.tokens import Tokenizer
@@ -68,7 +68,7 @@ class Router(Replica):
             with self.counted():
                 answer: Answer = await self._sides[side].answer.remote(call)
         except BadRequest as error:
-            raise _cause(error) from None
+            raise cause_of(error) from None
         except (BackPressureError, DeploymentUnavailableError) as error:
             raise _overloaded(error) from None
         if call.temperature == 0 and self._values["response_cache_entries"]:
@@ -88,7 +88,7 @@ class Router(Replica):
                 async for piece in pieces:
                     yield piece
         except BadRequest as error:
-            raise _cause(error) from None
+            raise cause_of(error) from None
         except (BackPressureError, DeploymentUnavailableError) as error:
             raise _overloaded(error) from None
         finally:
@@ -126,12 +126,6 @@ class Router(Replica):
         done = Done(known.text, 0, 0, now_s, now_s, now_s, now_s)
         headers = self.timing(arrived_s, done, now_s, "cache")
         return replace(known, headers=headers | {"X-Cache": "hit", "X-Cache-Key": key})
-
-
-def _cause(error: BadRequest) -> BadRequest:
-    """What the other replica raised, without Ray's account of how it came here."""
-    cause = getattr(error, "cause", error)
-    return cause if isinstance(cause, BadRequest) else error
 
 
 def _overloaded(error: BackPressureError | DeploymentUnavailableError) -> Overloaded:

@@ -95,7 +95,9 @@ class Sampler:
             known = {r.replica_id for r in status.running}
             helpers = {r.replica_id for r in status.helpers}
             for s in (s for s in states if s["replica_id"] in helpers):
-                rows += [(now_s, f"replica:{s['replica_id']}", m, v) for m, v in s["engine"].items()]
+                rows += [
+                    (now_s, f"replica:{s['replica_id']}", m, v) for m, v in s["engine"].items()
+                ]
             states = [s for s in states if s["replica_id"] in known]
         rows += self._of_replicas(now_s, states, float(load["in_flight"]))
         for uuid, fields in gpu.readings().items():

@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 
 import requests
 
-from kit import cluster
+from kit import broker, cluster
 from kit.application import (
     APP_NAME,
+    JOBS_NAME,
     MONITOR_NAME,
     application,
     autoscaling_config,
@@ -67,6 +68,7 @@ class Serving:
         self._monitor = requests.Session()
         self._start = start
         self._deployed = False
+        self._broker: broker.Broker | None = None
         self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
@@ -146,6 +148,9 @@ class Serving:
             elif self._deployed:
                 with contextlib.suppress(Exception):
                     self._client.deploy_applications({"applications": self._others()})
+            if self._broker is not None:
+                self._broker.stop()
+                self._broker = None
             self.settings = None
 
     def _fits(self, settings: Settings) -> None:
@@ -174,7 +179,7 @@ class Serving:
         return [
             a["deployed_app_config"]
             for name, a in apps.items()
-            if name not in (APP_NAME, MONITOR_NAME) and a.get("deployed_app_config")
+            if name not in (APP_NAME, JOBS_NAME, MONITOR_NAME) and a.get("deployed_app_config")
         ]
 
     def config(self, settings: Settings) -> dict[str, Any]:
@@ -190,9 +195,26 @@ class Serving:
             "applications": [
                 application(settings),
                 MONITOR_APP,
+                *([self._job_queue()] if settings.job_queue else []),
                 *([] if self.owned else self._others()),
             ],
         }
+
+    def _job_queue(self) -> dict[str, Any]:
+        """The job queue's application; its broker is started on first use, until `shutdown`."""
+        try:
+            if self._broker is None:
+                self._broker = broker.named() or (broker.start() if self.owned else None)
+        except broker.BrokerError as error:
+            raise ServingError(str(error)) from None
+        if self._broker is None:
+            raise ServingError(
+                "job_queue = True on an attached cluster needs a Redis that all its machines reach: "
+                f"name it in {broker.BROKER_URL}, here, before attaching"
+            )
+        from kit import jobs  # brings FastAPI and Celery
+
+        return jobs.application(self._broker.url)
 
     def _apply_or_go_back(self, settings: Settings, timeout_s: float, at_least: int) -> Status:
         """`_apply`; when it fails or is interrupted, what was serving before serves again."""
@@ -239,7 +261,7 @@ class Serving:
                     raise ServingError(f"the replicas refused it: {refused['why']}")
             applied = all(s.get("user_config") == sent and not s["refused"] for s in mine)
             enough = len(status.running) >= at_least and status.app == "RUNNING"
-            if not missing and applied and enough:
+            if not missing and applied and enough and self._queue_runs(settings):
                 return status
             if time.monotonic() > deadline:
                 raise ServingError(
@@ -248,6 +270,13 @@ class Serving:
                     f"{', differing: ' + ', '.join(missing) if missing else ''}. {status.message}"
                 )
             time.sleep(POLL_S)
+
+    def _queue_runs(self, settings: Settings) -> bool:
+        """Whether the job queue is as asked: running, or gone."""
+        app = self.details().get("applications", {}).get(JOBS_NAME)
+        if settings.job_queue and app and app["status"] == "DEPLOY_FAILED":
+            raise ServingError(f"the job queue failed to start: {app['message']}")
+        return bool(app) is settings.job_queue and (app or {}).get("status") in (None, "RUNNING")
 
 
 def _first_replicas(settings: Settings) -> int:
@@ -312,5 +341,6 @@ def attach(dashboard_url: str, url: str | None = None) -> Serving:
         serving.url = f"http://{host}:{options.get('port') or 8000}"
     mine = serving.details().get("applications", {}).get(APP_NAME, {}).get("deployed_app_config")
     if mine:
-        serving.settings = from_application(mine)
+        queue = JOBS_NAME in serving.details().get("applications", {})
+        serving.settings = from_application(mine).replace(job_queue=queue)
     return serving

@@ -87,6 +87,11 @@ class Settings(BaseModel):
         "length, blocked words",
     )  # fmt: skip
 
+    job_queue: bool = knob(
+        False, "app", "live", "", "Whether an asynchronous job queue runs beside the app, at "
+        "/jobs",
+    )  # fmt: skip
+
     # user_config: reaches running replicas through reconfigure().
     max_batch_size: int = knob(
         8, "batching", "next batch", "requests", "Most requests in one batch", ge=1, le=512

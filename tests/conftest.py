@@ -21,10 +21,10 @@ BASE = Settings(time_scale=0.15, look_back_period_s=2.0, upscale_delay_s=1.0)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "serving" in getattr(item, "fixturenames", ()):
+        if "_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("cluster")
     # Two clusters at a time would share two cores.
-    items.sort(key=lambda item: "serving" in getattr(item, "fixturenames", ()))
+    items.sort(key=lambda item: "_cluster" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
