@@ -1,10 +1,12 @@
-"""Latency models of accelerators, and the closed form of a static batch.
+"""Latency models of accelerators, and the closed forms of a batch.
 
 A static batch of n requests is prefilled together, then decoded until its longest output is done;
 all n return together. With I the prompt and O the output lengths in tokens:
 
     prefill = max(floor, a + b·n·max(I)) + c·n·max(I)²
     decode  = (max(O) − 1)·(d + e·n + h) + f·n·[(max(O) − 1)·max(I) + max(O)·(max(O) − 1)/2]
+
+A batch of n images goes through a vision model in `max(floor, a + b·n)`.
 
 The coefficients come from `data/accelerators.json`, which names the evidence of each profile.
 """
@@ -67,14 +69,53 @@ class Profile:
         return f"emulated {self.accelerator} · {self.model}"
 
 
+@dataclass(frozen=True)
+class VisionProfile:
+    """One emulated accelerator serving one vision model. Coefficients in seconds and images."""
+
+    name: str
+    accelerator: str
+    model: str
+    software: str
+    evidence: str
+    floor_s: float
+    a_s: float
+    b_s_per_image: float
+
+    def batch_s(self, images: int) -> float:
+        """Seconds that a batch of `images` ≥ 1 takes."""
+        return max(self.floor_s, self.a_s + self.b_s_per_image * images)
+
+    @property
+    def label(self) -> str:
+        """How figures name it: always with the word *emulated*."""
+        if self.name == NO_ACCELERATOR:
+            return "no accelerator (plumbing only)"
+        return f"emulated {self.accelerator} ({self.software}) · {self.model}"
+
+
 @functools.cache
-def _data() -> dict[str, Any]:
-    return dict(json.loads((DATA / "accelerators.json").read_text())["profiles"])
+def _data(kind: str) -> dict[str, Any]:
+    profiles = json.loads((DATA / "accelerators.json").read_text())["profiles"]
+    return {name: p for name, p in profiles.items() if p["kind"] == kind}
 
 
 def profile_names() -> list[str]:
-    """Names that `profile` knows, apart from `none`."""
-    return list(_data())
+    """Names that `profile` knows, apart from `none`: accelerators serving an LLM."""
+    return list(_data("llm"))
+
+
+def vision_names() -> list[str]:
+    """Names that `vision_profile` knows, apart from `none`."""
+    return list(_data("vision"))
+
+
+def _look_up(kind: str, name: str) -> dict[str, Any]:
+    try:
+        return dict(_data(kind)[name])
+    except KeyError:
+        known = ", ".join([*_data(kind), NO_ACCELERATOR])
+        raise KeyError(f"no accelerator {name!r}; known: {known}") from None
 
 
 def profile(name: str) -> Profile:
@@ -85,11 +126,7 @@ def profile(name: str) -> Profile:
     """
     if name == NO_ACCELERATOR:
         return Profile(name, "none", "none", "takes no time", 0, 0, 0, 0, 0, 0, 0, 0, 2**31)
-    try:
-        p = _data()[name]
-    except KeyError:
-        known = ", ".join([*profile_names(), NO_ACCELERATOR])
-        raise KeyError(f"no accelerator {name!r}; known: {known}") from None
+    p = _look_up("llm", name)
     prefill, decode = p["prefill"], p["decode"]
     return Profile(
         name=name,
@@ -106,3 +143,34 @@ def profile(name: str) -> Profile:
         host_overhead_s_per_step=p["host_overhead_s_per_step"],
         kv_capacity_tokens=p["kv_capacity_tokens"],
     )
+
+
+def vision_profile(name: str) -> VisionProfile:
+    """Look up an accelerator that serves a vision model.
+
+    Raises:
+        KeyError: for a name that is not in `vision_names()` and not `none`.
+    """
+    if name == NO_ACCELERATOR:
+        return VisionProfile(name, "none", "none", "", "takes no time", 0, 0, 0)
+    p = _look_up("vision", name)
+    latency = p["latency"]
+    return VisionProfile(
+        name=name,
+        accelerator=p["accelerator"],
+        model=p["model"],
+        software=p["software"],
+        evidence=p["evidence"],
+        floor_s=latency["floor_s"],
+        a_s=latency["a_s"],
+        b_s_per_image=latency["b_s_per_image"],
+    )
+
+
+def any_profile(name: str) -> Profile | VisionProfile:
+    """Look an accelerator up whatever it serves, for its label and evidence.
+
+    Raises:
+        KeyError: for a name that neither `profile` nor `vision_profile` knows.
+    """
+    return vision_profile(name) if name in _data("vision") else profile(name)
