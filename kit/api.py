@@ -131,6 +131,11 @@ def new_api(title: str, bodies: Mapping[str, type[BaseModel]]) -> FastAPI:
     return api
 
 
+def arrival_s(request: Request) -> float:
+    """When a request's first byte of body reached this replica, on the monotonic clock."""
+    return float(request.scope[_ARRIVED])
+
+
 def make_api(backend: Backend) -> FastAPI:
     """The routes of one LLM app; serves `/openapi.json` and `/docs` too."""
     api = new_api(
@@ -180,7 +185,7 @@ async def complete(backend: Backend, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _serve(backend: Backend, body: Sampling, request: Request, shape: _Shape) -> Response:
-    arrived_s = request.scope[_ARRIVED]
+    arrived_s = arrival_s(request)
     call = body.call()
     if body.model not in (None, "", backend.model_name):
         raise BadRequest(

@@ -177,7 +177,7 @@ class ContinuousEngine(Emulated):
 
     async def _run(self) -> None:
         scheduler = self.scheduler
-        with self.working():
+        with self.working(0):
             deadline_s = time.monotonic()
             while scheduler.waiting or scheduler.running:
                 begun_s = time.monotonic()
@@ -188,7 +188,6 @@ class ContinuousEngine(Emulated):
                 ahead_s = deadline_s - begun_s
                 await asyncio.sleep(ahead_s if ahead_s > FINEST_S else 0)
                 self._tell(step, begun_s, time.monotonic())
-            self.executing = 0
 
     def _tell(self, step: Step, begun_s: float, ended_s: float) -> None:
         for s in step.started:

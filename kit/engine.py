@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from kit.accelerator import profile
+from kit.busy import Busy
 from kit.tokens import Words
 
 FINEST_S = 0.002
@@ -143,7 +143,7 @@ class Continuing(Engine, Protocol):
         """Have one request served; when the caller leaves, its slot and cache are free at once."""
 
 
-class Emulated(Words):
+class Emulated(Busy, Words):
     """What all emulated engines share. Loading blocks for `load_time_s`, as reading weights does."""
 
     def __init__(
@@ -154,6 +154,7 @@ class Emulated(Words):
         kv_cache_tokens: int | None = None,
         max_model_len: int | None = None,
     ) -> None:
+        super().__init__()
         self.profile = profile(accelerator)
         self.time_scale = time_scale
         self.kv_cache_tokens = kv_cache_tokens or self.profile.kv_capacity_tokens
@@ -164,27 +165,7 @@ class Emulated(Words):
             else f"the KV cache of {self.profile.accelerator}"
         )
         self.model_name = self.profile.model
-        self.batches = 0
-        self.executing = 0
-        self._busy_s = 0.0
-        self._since_s: float | None = None
         time.sleep(load_time_s)
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of work since the start, the running batch included."""
-        since = self._since_s
-        return self._busy_s + (0.0 if since is None else time.monotonic() - since)
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Around work of the accelerator: counts as busy time."""
-        self._since_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._busy_s += time.monotonic() - self._since_s
-            self._since_s = None
 
     async def check_health(self) -> None:
         """An emulated engine does not die."""
@@ -206,10 +187,8 @@ class StaticEngine(Emulated):
         texts = [text_for(j) for j in jobs]
         prompts, outputs = [j.prompt_tokens for j in jobs], [t.tokens for t in texts]
         async with self._free:
-            with self.working():
+            with self.working(len(jobs)) as batch_id:
                 started_s = time.monotonic()
-                self.batches += 1
-                batch_id, self.executing = self.batches, len(jobs)
                 self._held_tokens = len(jobs) * (max(prompts) + max(outputs))
                 try:
                     prefill_s = self.profile.prefill_s(prompts) * self.time_scale
@@ -219,7 +198,7 @@ class StaticEngine(Emulated):
                     decode_s = self.profile.decode_s(prompts, outputs) * self.time_scale
                     done_s = await _until(started_s + prefill_s + decode_s)
                 finally:
-                    self.executing = self._held_tokens = 0
+                    self._held_tokens = 0
                     for job in jobs:
                         if job.sink:
                             job.sink.close()
