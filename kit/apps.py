@@ -27,7 +27,9 @@ from kit.engine import Batching, Continuing, Done, Engine, Job, Sink, StaticEngi
 from kit.postprocess import Policy, Postprocess, StreamCleaner, compile_schema, policy
 from kit.replica import Replica
 from kit.router import Router
+from kit.settings import VISION_APPS
 from kit.tokens import ModelTokens, Tokenizer, Words
+from kit.vision import vision_app
 
 
 class _Model(Replica):
@@ -285,6 +287,8 @@ def _tokenizer(args: dict[str, Any]) -> Tokenizer:
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The app that `args` names; what it takes are the knobs of level `app`."""
+    if args["app"] in VISION_APPS:
+        return vision_app(args, "Model")
     post = serve.deployment(Postprocess).bind() if args["postprocess"] else None
     if args["app"] != "routed":
         return _model(args["app"], args, "Model", True, post)

@@ -9,7 +9,8 @@ def doubts(settings: Settings) -> list[str]:
     """What works but will probably surprise: a sentence each, saying what will happen."""
     found = []
     auto = settings.num_replicas == "auto"
-    if settings.app == "batched" and settings.max_batch_size > settings.max_ongoing_requests:
+    batches = settings.app in ("batched", "resnet50-batched")
+    if batches and settings.max_batch_size > settings.max_ongoing_requests:
         found.append(
             f"max_batch_size = {settings.max_batch_size} is above max_ongoing_requests = "
             f"{settings.max_ongoing_requests}: no batch will hold more than "
@@ -33,11 +34,7 @@ def doubts(settings: Settings) -> list[str]:
             f"{settings.metrics_interval_s:g} s: the autoscaler will decide on one reading or none, "
             "and its reaction will lag by a whole interval."
         )
-    if (
-        auto
-        and settings.app == "batched"
-        and settings.target_ongoing_requests < settings.max_batch_size
-    ):
+    if auto and batches and settings.target_ongoing_requests < settings.max_batch_size:
         found.append(
             f"target_ongoing_requests = {settings.target_ongoing_requests:g} is under one batch of "
             f"{settings.max_batch_size}: replicas will be added before a batch is full, and batches "

@@ -10,7 +10,7 @@ import pandas as pd
 from IPython.display import Markdown
 
 from kit import measures
-from kit.accelerator import profile
+from kit.accelerator import any_profile
 from kit.store import Run
 from kit.workload import source
 
@@ -107,7 +107,7 @@ _REMEDY = {
 def what_ran(run: Run) -> list[str]:
     """What was served to whom, and how far it can be trusted."""
     settings, load = run.experiment["settings"], run.experiment["workload"]
-    p = profile(settings["accelerator"])
+    p = any_profile(settings["accelerator"])
     scale = settings["time_scale"]
     count = len(measures.ok(run.requests))
     pause = load["think_time_s"]

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kit import measures
-from kit.accelerator import profile
+from kit.accelerator import any_profile
 from kit.measures import OUTCOMES, PARTS
 from kit.store import Run
 
@@ -46,7 +46,7 @@ _WIDTH_IN = 10.0
 def accelerator_note(run: Run) -> str:
     """Which accelerator the figures come from, and how far it can be trusted."""
     settings = run.experiment["settings"]
-    p = profile(settings["accelerator"])
+    p = any_profile(settings["accelerator"])
     scale = settings["time_scale"]
     clock = "" if scale == 1 else f" · times × {scale:g} of the real accelerator's"
     return f"{p.label}{clock}\n{textwrap.fill('evidence: ' + p.evidence, 130)}"

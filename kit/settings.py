@@ -14,8 +14,12 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from kit.accelerator import NO_ACCELERATOR, profile_names
+from kit.accelerator import NO_ACCELERATOR, profile_names, vision_names
 from kit.knobs import Knob, Level, describe, explain, knob
+
+VISION_APPS = ("resnet50", "resnet50-batched")
+VISION_ACCELERATOR = "resnet50.t4-pytorch21.03-amp"
+"""What apps for images emulate unless told: the best fit of the published curves."""
 
 _PLACES: dict[str, str] = {
     "app": "the application's args",
@@ -41,16 +45,21 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     # What runs: given to the application builder, so a change restarts its replicas.
-    app: Literal["batched", "unbatched", "continuous", "routed"] = knob(
-        "batched", "app", "restart", "", "Which serving app runs: static batches, one request at a "
-        "time, continuous batching, or short and long prompts batched apart",
+    app: Literal[
+        "batched", "unbatched", "continuous", "routed", "resnet50", "resnet50-batched"
+    ] = knob(
+        "batched", "app", "restart", "", "Which serving app runs. Text: static batches, one request "
+        "at a time, continuous batching, or short and long requests batched apart; images: one a "
+        "call, or batched",
     )  # fmt: skip
-    engine: Literal["emulated", "vllm"] = knob(
-        "emulated", "app", "restart", "", "What executes: an emulated accelerator, or vLLM"
-    )
+    engine: Literal["emulated", "vllm", "torch"] = knob(
+        "emulated", "app", "restart", "", "What executes: an emulated accelerator, or the real engine "
+        "of the app: vllm for text, torch for images",
+    )  # fmt: skip
     accelerator: str = knob(
-        "h100.llama-3.1-8b.bf16", "app", "restart", "", "Which accelerator and model are emulated"
-    )
+        "h100.llama-3.1-8b.bf16", "app", "restart", "", "Which accelerator and model are emulated; "
+        f"unless given, apps for images take {VISION_ACCELERATOR}",
+    )  # fmt: skip
     time_scale: float = knob(
         1.0, "app", "restart", "x", "Factor on the emulated accelerator's times: above 1 is slower",
         ge=0.001, le=1000,
@@ -60,8 +69,8 @@ class Settings(BaseModel):
         ge=0, le=3600,
     )  # fmt: skip
     model: str = knob(
-        "", "app", "restart", "", "Model of a real engine: a folder or a name; empty means the "
-        "small one that set-up prepares",
+        "", "app", "restart", "", "Model of a real engine: a folder, or a name on the hub; "
+        "empty means the small one that set-up prepares, or ResNet-50 with random weights",
     )  # fmt: skip
     max_model_len: int | None = knob(
         None, "app", "restart", "tokens", "Longest prompt and output together; empty means what the "
@@ -231,6 +240,8 @@ class Settings(BaseModel):
         strange = [k for k in values if k not in type(self).model_fields]
         if strange:
             raise SettingsError("\n".join(unknown(name, None) for name in strange))
+        if values.get("app") in VISION_APPS:
+            values.setdefault("accelerator", VISION_ACCELERATOR)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -239,11 +250,18 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _can_work(self) -> Self:
         wrong = []
-        if self.accelerator not in [*profile_names(), NO_ACCELERATOR]:
-            near = difflib.get_close_matches(self.accelerator, profile_names(), 1, 0.0)[0]
-            known = ", ".join([*profile_names(), NO_ACCELERATOR])
+        for_images = self.app in VISION_APPS
+        known = vision_names() if for_images else profile_names()
+        if self.accelerator not in [*known, NO_ACCELERATOR]:
+            near = difflib.get_close_matches(self.accelerator, known, 1, 0.0)[0]
             wrong.append(
-                f"accelerator = {self.accelerator!r}: did you mean {near!r}? Known: {known}"
+                f"accelerator = {self.accelerator!r}: did you mean {near!r}? The {self.app} app "
+                f"knows: {', '.join([*known, NO_ACCELERATOR])}"
+            )
+        real = "torch" if for_images else "vllm"
+        if self.engine not in ("emulated", real):
+            wrong.append(
+                f"engine = {self.engine!r} is not for the {self.app} app: it takes 'emulated' or {real!r}"
             )
         if self.engine == "vllm" and self.num_cpus < 1 and self.num_gpus < 1:
             wrong.append(
@@ -272,10 +290,15 @@ class Settings(BaseModel):
     def replace(self, **changes: Any) -> Settings:
         """A copy with some knobs changed, validated as a whole.
 
+        An accelerator that is the default of its app follows the app.
+
         Raises:
             SettingsError: as the constructor does.
         """
-        return Settings(**{**self.model_dump(), **changes})
+        values = self.model_dump()
+        if self.accelerator == Settings(app=self.app).accelerator:
+            del values["accelerator"]
+        return Settings(**{**values, **changes})
 
     def diff(self, other: Settings) -> dict[str, tuple[Any, Any]]:
         """Knobs that differ, as name → (here, in `other`)."""
@@ -323,5 +346,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "chat": {"max_batch_size": 8, "batch_wait_timeout_s": 0.01},
     "throughput": {"max_batch_size": 32, "batch_wait_timeout_s": 0.05},
     "auto": RAY_AUTO,
+    "resnet50": {"app": "resnet50", "accelerator": VISION_ACCELERATOR, **RAY_AUTO},
 }
 """Named starting points, to be passed to `replace`: `settings.replace(**PRESETS["chat"])`."""
