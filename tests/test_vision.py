@@ -15,6 +15,7 @@ from conftest import BASE
 from PIL import Image
 
 from kit.accelerator import NO_ACCELERATOR, _data, profile_names, vision_names, vision_profile
+from kit.application import application, from_application
 from kit.doubts import doubts
 from kit.images import ImageError, image, pixels
 from kit.serving import Serving
@@ -50,7 +51,7 @@ def test_settings_of_image_apps_need_no_accelerator_named() -> None:
     assert there.replace(app="batched") == Settings()
     classic = Settings(**PRESETS["resnet50"])
     assert {k: getattr(classic, k) for k in RAY_AUTO} == RAY_AUTO
-    assert Settings.from_application(classic.application()) == classic
+    assert from_application(application(classic)) == classic
 
 
 def test_settings_of_one_kind_of_app_are_refused_for_the_other() -> None:
