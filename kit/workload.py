@@ -10,11 +10,12 @@ import difflib
 import functools
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kit import prompts
 from kit.accelerator import DATA
 from kit.knobs import describe, explain
 
@@ -74,7 +75,20 @@ class Stage(_Checked):
 class Workload(_Checked):
     """Closed-loop users: each sends a request, waits for the answer, thinks, sends the next."""
 
+    kind: Literal["text", "image"] = _field(
+        "text", "", "What is asked: to continue a text, or to classify an image"
+    )
     lengths: str = _field("azure-2023-conv", "", "Trace whose request lengths are drawn")
+    mix_lengths: str = _field("", "", "A second trace to mix in; empty means none")
+    mix_share: float = _field(
+        0.0, "", "Share of the requests whose lengths are drawn from mix_lengths", ge=0, le=1
+    )
+    prompt_tokens: int | None = _field(
+        None, "tokens", "Length of every prompt; empty means drawn", ge=1, le=131_072
+    )
+    output_tokens: int | None = _field(
+        None, "tokens", "Length of every output; empty means drawn", ge=1, le=131_072
+    )
     users: int = _field(8, "users", "Users at the start", ge=0, le=10_000)
     think_time_s: float = _field(
         0.0, "s", "Mean pause of a user between answer and next request (exponential)",
@@ -90,14 +104,53 @@ class Workload(_Checked):
     )
     seed: int = _field(1, "", "Seed of the lengths, prompts and pauses", ge=0, le=2**31)
     timeout_s: float = _field(60.0, "s", "A user gives up on a request after this", gt=0, le=3600)
+    stream: bool = _field(
+        False, "", "Ask for the output token by token, so that TTFT, TPOT and ITL are measured"
+    )
+    leave_after_tokens: int | None = _field(
+        None, "chunks", "Streaming users leave after so many pieces of the output (0: before the "
+        "first); empty means they stay", ge=0, le=131_072,
+    )  # fmt: skip
+    leave_share: float = _field(
+        1.0, "", "Share of the requests that leave_after_tokens concerns", ge=0, le=1
+    )
+    temperature: float = _field(
+        0.0, "", "Randomness of the sampling; 0 takes the likeliest token", ge=0, le=2
+    )
+    ignore_eos: bool = _field(
+        True, "", "Generate as many tokens as asked for, so that loads compare; this hides where "
+        "the model would have stopped by itself",
+    )  # fmt: skip
+    retry: Literal["none", "honour", "storm"] = _field(
+        "none", "", "What a user does when rejected (429, 503): give up, wait as long as "
+        "Retry-After says (1 s without one) plus up to half of that, or try again within 5 ms",
+    )  # fmt: skip
+    max_attempts: int = _field(
+        10, "attempts", "Tries of one request, the first included, unless retry is 'none'",
+        ge=1, le=1000,
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.lengths not in length_names():
-            near = difflib.get_close_matches(self.lengths, length_names(), 1, 0.0)
+        named = {"lengths": self.lengths}
+        if self.mix_lengths:
+            named["mix_lengths"] = self.mix_lengths
+        for field, name in named.items():
+            if name not in length_names():
+                near = difflib.get_close_matches(name, length_names(), 1, 0.0)
+                raise WorkloadError(
+                    f"{field} = {name!r}: no such workload; did you mean {near[0]!r}? "
+                    f"Known: {', '.join(length_names())}"
+                )
+        if self.mix_share and not self.mix_lengths:
             raise WorkloadError(
-                f"lengths = {self.lengths!r}: no such workload; did you mean {near[0]!r}? "
-                f"Known: {', '.join(length_names())}"
+                f"mix_share = {self.mix_share:g} has nothing to draw from: name it in mix_lengths"
+            )
+        streams = self.stream and self.kind == "text"
+        if self.leave_after_tokens is not None and not streams:
+            raise WorkloadError(
+                f"leave_after_tokens = {self.leave_after_tokens} needs a stream to leave: set "
+                "stream = True and kind = 'text'"
             )
         times = [s.at_s for s in self.stages]
         if times != sorted(times) or (times and times[-1] >= self.duration_s):
@@ -117,25 +170,22 @@ class Workload(_Checked):
 
     def prompt(self, index: int, tokens: int) -> str:
         """A prompt of exactly `tokens` words for request `index`, unlike any other's."""
-        rng = np.random.default_rng([self.seed, 1, index])
-        words = [f"q{self.seed}.{index}", *(_WORDS[k] for k in rng.integers(0, 256, tokens - 1))]
-        return " ".join(words)
+        return prompts.text(self.seed, index, tokens)
+
+    def leaves(self, index: int) -> bool:
+        """Whether the user leaves the stream of request `index` in mid-way; evenly spread."""
+        if self.leave_after_tokens is None:
+            return False
+        return int((index + 1) * self.leave_share) > int(index * self.leave_share)
 
 
 class Lengths(Sequence[tuple[int, int]]):
-    """Endless sequence of (prompt_tokens, output_tokens), drawn from the trace's percentiles."""
+    """Endless sequence of (prompt_tokens, output_tokens), drawn from percentiles or as fixed."""
 
     def __init__(self, workload: Workload) -> None:
-        table = _data()[workload.lengths]
-        tail = table.get("tail_percents", [])
-        self._percents = [*range(100), *tail, 100]
-        self._tables = [
-            [*table[f"{kind}_percentiles"][:100], *table.get(f"{kind}_tail", []),
-             table[f"{kind}_percentiles"][100]]
-            for kind in ("prompt_tokens", "output_tokens")
-        ]  # fmt: skip
+        self._workload = workload
         self._caps = (workload.max_prompt_tokens, workload.max_output_tokens)
-        self._seed = workload.seed
+        self._fixed = (workload.prompt_tokens, workload.output_tokens)
         self._blocks: dict[int, list[tuple[int, int]]] = {}
 
     def __len__(self) -> int:
@@ -144,13 +194,31 @@ class Lengths(Sequence[tuple[int, int]]):
     def __getitem__(self, index: Any) -> Any:
         block, at = divmod(index, _BLOCK)
         if block not in self._blocks:
-            rng = np.random.default_rng([self._seed, 0, block])
-            columns = [
-                np.clip(np.rint(np.interp(rng.uniform(0, 100, _BLOCK), self._percents, t)), 1, cap)
-                for t, cap in zip(self._tables, self._caps, strict=True)
-            ]
-            self._blocks[block] = [(int(p), int(o)) for p, o in zip(*columns, strict=True)]
+            self._blocks[block] = self._draw(block)
         return self._blocks[block][at]
 
+    def _draw(self, block: int) -> list[tuple[int, int]]:
+        w = self._workload
+        columns = self._columns(w.lengths, [w.seed, 0, block])
+        if w.mix_share:
+            others = self._columns(w.mix_lengths, [w.seed, 2, block])
+            other = np.random.default_rng([w.seed, 3, block]).random(_BLOCK) < w.mix_share
+            pairs = zip(columns, others, strict=True)
+            columns = [np.where(other, theirs, ours) for ours, theirs in pairs]
+        columns = [
+            c if fixed is None else np.full(_BLOCK, fixed)
+            for c, fixed in zip(columns, self._fixed, strict=True)
+        ]
+        return [(int(p), int(o)) for p, o in zip(*columns, strict=True)]
 
-_WORDS = [a + b + c for a in "bdgklmst" for b in "aeio" for c in "dklmnrst"]
+    def _columns(self, name: str, seed: list[int]) -> list[Any]:
+        table = _data()[name]
+        percents = [*range(100), *table.get("tail_percents", []), 100]
+        rng = np.random.default_rng(seed)
+        columns = []
+        for kind, cap in zip(("prompt_tokens", "output_tokens"), self._caps, strict=True):
+            values = table[f"{kind}_percentiles"]
+            values = [*values[:100], *table.get(f"{kind}_tail", []), values[100]]
+            drawn = np.interp(rng.uniform(0, 100, _BLOCK), percents, values)
+            columns.append(np.clip(np.rint(drawn), 1, cap))
+        return columns

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kit.accelerator import profile
+from kit.prompts import WORDS
 from kit.workload import Stage, Workload, WorkloadError, length_names, source
 
 
@@ -42,8 +43,35 @@ def test_prompts_have_their_length_and_are_unique() -> None:
     w = Workload()
     prompts = [w.prompt(i, 40) for i in range(500)]
     assert {len(p.split()) for p in prompts} == {40}
-    assert len({p[:12] for p in prompts}) == 500
+    assert len({" ".join(p.split()[:2]) for p in prompts}) == 500
     assert w.prompt(7, 1).split() == [w.prompt(7, 1)]
+    assert len({w.prompt(i, 1) for i in range(256)}) == 256
+    others = [Workload(seed=2).prompt(i, 40) for i in range(500)]
+    assert len({" ".join(p.split()[:3]) for p in prompts + others}) == 1000
+
+
+def test_words_are_distinct_and_need_no_escaping() -> None:
+    assert len(set(WORDS)) == 256
+    assert all(w.isascii() and w.isalpha() and w.islower() for w in WORDS)
+
+
+def test_fixed_and_mixed_lengths() -> None:
+    fixed = Workload(prompt_tokens=300, output_tokens=9).requests(5000)
+    assert set(fixed["prompt_tokens"]) == {300}
+    assert set(fixed["max_tokens"]) == {9}
+    plain = Workload(lengths="short").requests(20_000)
+    mixed = Workload(lengths="short", mix_lengths="long", mix_share=0.2).requests(20_000)
+    far = mixed["prompt_tokens"] >= 512
+    assert far.mean() == pytest.approx(0.2, abs=0.01)
+    assert mixed[far]["max_tokens"].min() >= 256
+    assert mixed[~far].equals(plain[~far])
+    assert "synthetic" in source("short") and "synthetic" in source("long")  # noqa: PT018
+
+
+def test_a_share_of_the_users_leaves() -> None:
+    w = Workload(stream=True, leave_after_tokens=1, leave_share=0.25)
+    assert sum(w.leaves(i) for i in range(1000)) == 250
+    assert not any(Workload(stream=True).leaves(i) for i in range(100))
 
 
 def test_a_workload_survives_its_way_to_the_load_generator() -> None:
@@ -55,6 +83,10 @@ def test_a_workload_survives_its_way_to_the_load_generator() -> None:
     ("wrong", "text"),
     [
         ({"lengths": "azure-conv"}, "no such workload; did you mean 'azure-2023-conv'"),
+        ({"mix_lengths": "shrt"}, "mix_lengths = 'shrt': no such workload; did you mean 'short'"),
+        ({"mix_share": 0.2}, "mix_share = 0.2 has nothing to draw from"),
+        ({"leave_after_tokens": 3}, "needs a stream to leave"),
+        ({"retry": "often"}, "retry = 'often': must be 'none' or 'honour' or 'storm'"),
         ({"users": "8"}, "users = '8': must be a whole number from 0"),
         ({"duration": 3.0}, "did you mean 'duration_s'"),
         ({"think_time_s": float("nan")}, "think_time_s = nan: must be a number"),
