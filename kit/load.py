@@ -20,13 +20,18 @@ from kit import leftovers
 from kit.workload import Workload
 
 REQUEST_COLUMNS = (
-    "request", "sent_s", "e2e_s", "queueing_s", "router_s", "batch_wait_s", "engine_queue_s",
-    "inference_s", "prefill_s", "decode_s", "rest_s", "outcome", "status", "replica_id",
-    "batch_id", "batch_size", "prompt_tokens", "output_tokens", "error",
+    "request", "attempt", "sent_s", "e2e_s", "queueing_s", "router_s", "batch_wait_s",
+    "engine_queue_s", "inference_s", "prefill_s", "decode_s", "postprocess_s", "rest_s", "ttft_s",
+    "tpot_s", "itl_ms", "outcome", "status", "route", "replica_id", "batch_id", "batch_size",
+    "prompt_tokens", "output_tokens", "finish_reason", "error",
 )  # fmt: skip
-"""Columns of a run's requests: seconds since its start, tokens; empty where unobserved."""
+"""Columns of a run's requests: seconds since its start, tokens; empty where unobserved.
 
-_TEXT_COLUMNS = ("outcome", "replica_id", "error")
+Each attempt is a row; attempts of one request share its number. `itl_ms` is a text: the gaps between
+a stream's pieces in milliseconds, with blanks between.
+"""
+
+TEXT_COLUMNS = ("itl_ms", "outcome", "route", "replica_id", "finish_reason", "error")
 READY_S = 60.0
 DRAIN_S = 5.0
 
@@ -154,7 +159,7 @@ def read_requests(path: Path) -> pd.DataFrame:
     """A requests.csv as a table, in order of sending; a last line cut by a kill is left out."""
     text = path.read_text()
     whole = text[: text.rfind("\n") + 1]
-    types = {c: "str" if c in _TEXT_COLUMNS else "float64" for c in REQUEST_COLUMNS}
+    types = {c: "str" if c in TEXT_COLUMNS else "float64" for c in REQUEST_COLUMNS}
     table = pd.read_csv(StringIO(whole), dtype=types, keep_default_na=False, na_values=[""])
     return table.sort_values("sent_s", kind="stable", ignore_index=True)
 

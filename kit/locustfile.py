@@ -11,18 +11,20 @@ import itertools
 import json
 import os
 import random
-import socket
 import sys
 import time
 from typing import Any
 
 import gevent
 from gevent.os import tp_read
+from geventhttpclient.response import HTTPParseError
 from locust import FastHttpUser, events, task
 from locust.env import Environment
 
+from kit import answers
 from kit.clock import SERVED_BY, clock_id
 from kit.load import REQUEST_COLUMNS
+from kit.sse import Events, Stream
 from kit.workload import Lengths, Workload
 
 _SPAWN_PER_S = 1000
@@ -38,7 +40,24 @@ class _Session:
         self.clock = clock_id()
         self.t0_s = 0.0
         self.in_flight = 0
+        # What every body shares is written once; a request adds its prompt and its length.
+        options: dict[str, Any] = {
+            "temperature": self.workload.temperature,
+            "ignore_eos": self.workload.ignore_eos,
+        }
+        if self.workload.stream:
+            options |= {"stream": True, "stream_options": {"include_usage": True}}
+        self.options = json.dumps(options)[1:-1]
         self.rows = os.open(os.environ["KIT_REQUESTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def body(self, index: int, prompt_tokens: int, max_tokens: int) -> bytes:
+        if self.workload.kind == "image":
+            from kit.images import image
+
+            return image(self.workload.seed, index)
+        prompt = self.workload.prompt(index, prompt_tokens)
+        # The words need no escaping.
+        return f'{{"prompt":"{prompt}","max_tokens":{max_tokens},{self.options}}}'.encode()
 
     def write(self, row: dict[str, Any]) -> None:
         line = ",".join(_text(row.get(c)) for c in REQUEST_COLUMNS) + "\n"
@@ -65,12 +84,17 @@ session: _Session
 class User(FastHttpUser):
     """Sends one request after the other; thinks in between."""
 
-    default_headers = {"Content-Type": "application/json"}
-
     def __init__(self, environment: Environment) -> None:
-        self.network_timeout = self.connection_timeout = session.workload.timeout_s
+        workload = session.workload
+        self.network_timeout = self.connection_timeout = workload.timeout_s
+        image = workload.kind == "image"
+        self.path = "/classify" if image else "/v1/completions"
+        # The server looks at the image itself; a body of bytes is all it needs to know.
+        self.default_headers = {
+            "Content-Type": "application/octet-stream" if image else "application/json"
+        }
         super().__init__(environment)
-        self.dice = random.Random(f"{session.workload.seed}.{next(session.users)}")
+        self.dice = random.Random(f"{workload.seed}.{next(session.users)}")
 
     def wait_time(self) -> float:
         mean_s = session.workload.think_time_s
@@ -78,70 +102,100 @@ class User(FastHttpUser):
 
     @task
     def ask(self) -> None:
-        index = next(session.numbers)
+        workload, index = session.workload, next(session.numbers)
         prompt_tokens, max_tokens = session.lengths[index]
-        body = json.dumps(
-            {"prompt": session.workload.prompt(index, prompt_tokens), "max_tokens": max_tokens}
-        )
+        body = session.body(index, prompt_tokens, max_tokens)
+        known: dict[str, Any] = {"request": index}
+        if workload.kind == "text":
+            known["prompt_tokens"] = prompt_tokens
+        attempts = 1 if workload.retry == "none" else workload.max_attempts
+        for attempt in range(1, attempts + 1):
+            row = known | {"attempt": attempt}
+            retry_after = self._try(body, row)
+            if row["outcome"] != "rejected" or attempt == attempts:
+                return
+            gevent.sleep(answers.pause_s(workload.retry, retry_after, self.dice))
+
+    def _try(self, body: bytes, row: dict[str, Any]) -> str | None:
+        """One attempt; fills and writes its row. Returns what Retry-After said."""
         # What Locust itself measured comes back through its request event.
         context: dict[str, Any] = {}
-        row: dict[str, Any] = {"request": index, "prompt_tokens": prompt_tokens}
         session.in_flight += 1
         sent_s = time.monotonic()
+        row["sent_s"] = sent_s - session.t0_s
         try:
-            response = self.client.post("/", data=body, name="/", context={"kit": context})
-            finished_s = time.monotonic()
-            row |= {"sent_s": sent_s - session.t0_s, "e2e_s": context["e2e_s"]}
-            row |= _read(response, sent_s, finished_s)
+            response = self.client.post(
+                self.path, data=body, name="ask", stream=session.workload.stream,
+                context={"kit": context},
+            )  # fmt: skip
+            row |= {"e2e_s": context["e2e_s"], "status": response.status_code}
+            headers = response.headers
+            if response.status_code != 200:
+                row |= _failure(response)
+            elif "event-stream" in (headers.get("content-type") or ""):
+                _follow(response, sent_s, row)
+            else:
+                content = response.content
+                finished_s = time.monotonic()
+                if session.workload.stream:  # asked for, but not got: Locust's time is the headers'
+                    row["e2e_s"] = finished_s - sent_s
+                row |= {"outcome": "ok"} | answers.completion(content)
+                row |= answers.parts(
+                    headers.get("server-timing"), headers.get(SERVED_BY), session.clock, sent_s,
+                    finished_s,
+                )  # fmt: skip
+            return headers.get("retry-after") if headers else None
         except gevent.GreenletExit:
-            row |= {"sent_s": sent_s - session.t0_s, "e2e_s": time.monotonic() - sent_s}
-            row |= {"outcome": "cut", "error": "stopped before the answer came"}
+            row.setdefault("e2e_s", time.monotonic() - sent_s)
+            row |= {"outcome": "cut", "error": "stopped before the answer was complete"}
             raise
         finally:
             session.in_flight -= 1
             session.write(row)
 
 
-def _read(response: Any, sent_s: float, finished_s: float) -> dict[str, Any]:
-    """The server's part of a row, from an answer's headers and body."""
-    status = response.status_code
-    if status != 200:
-        return {"status": status, **_failure(response)}
-    row: dict[str, Any] = {"outcome": "ok", "status": status}
-    headers = response.headers
-    if SERVED_BY not in headers:
-        return row | {
-            "error": f"the answer has no {SERVED_BY} header: only its end-to-end time is known"
-        }
-    usage = json.loads(response.content)["usage"]
-    row |= {"prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    replica, batch, size, clock, arrived_s, done_s, _ = headers[SERVED_BY].split()
-    row |= {"replica_id": replica, "batch_id": batch, "batch_size": size}
-    timing = dict(part.strip().split(";dur=") for part in headers["Server-Timing"].split(","))
-    row |= {f"{name}_s": float(dur_ms) / 1e3 for name, dur_ms in timing.items()}
-    row["inference_s"] = row["prefill_s"] + row["decode_s"]
-    if clock == session.clock:
-        row["router_s"] = float(arrived_s) - sent_s
-        row["rest_s"] = finished_s - float(done_s)
-    else:
-        # Two clocks: what is not inside the replica cannot be told apart, so all of it is router.
-        inside_s = row["batch_wait_s"] + row["engine_queue_s"] + row["inference_s"]
-        row["router_s"] = finished_s - sent_s - inside_s
-    row["queueing_s"] = row["router_s"] + row["batch_wait_s"] + row["engine_queue_s"]
-    return row
+def _follow(response: Any, sent_s: float, row: dict[str, Any]) -> None:
+    """Read a stream as it comes into its row: however it ends, what was measured is there."""
+    workload = session.workload
+    stream, split = Stream(sent_s), Events()
+    limit = workload.leave_after_tokens if workload.leaves(row["request"]) else None
+    ending = {"outcome": "cut", "error": "the stream ended before its [DONE]"}
+    # All of the timeout that is left: the socket's own starts anew with every token.
+    clock = gevent.Timeout.start_new(max(0.001, sent_s + workload.timeout_s - time.monotonic()))
+    try:
+        while limit is None or len(stream.token_s) < limit:
+            # By lines: `read` and `iter_content` return only once their buffer is full.
+            line = response.stream.readline(b"\n")
+            if not line:
+                break
+            for data in split.feed(line):
+                stream.take(data, time.monotonic())
+        else:
+            ending = {"outcome": "left", "error": f"left after {limit} chunks, as asked"}
+    except gevent.Timeout:
+        ending = {"outcome": "timeout", "error": f"not complete after {workload.timeout_s:g} s"}
+    except (OSError, HTTPParseError) as error:
+        ending["error"] = f"{ending['error']}: {error!r}"[:200]
+    finally:
+        clock.close()
+        finished_s = time.monotonic()
+        row |= stream.row(finished_s)
+        response.release()  # an unfinished stream closes its connection: the server sees us leave
+    if stream.error:
+        ending = {"outcome": "error", "error": stream.error[:200]}
+    elif stream.done:
+        finished_s = stream.token_s[-1] if stream.token_s else finished_s
+        told = stream.kit.get("server_timing"), stream.kit.get("served_by")
+        ending = {"outcome": "ok"} | answers.parts(*told, session.clock, sent_s, finished_s)
+    row |= ending
 
 
 def _failure(response: Any) -> dict[str, Any]:
-    status, error = response.status_code, getattr(response, "error", None)
-    if status == 0:
-        late = isinstance(error, TimeoutError | socket.timeout) or "timed out" in str(error)
-        return {"outcome": "timeout" if late else "cut", "error": repr(error)[:200]}
-    text = (response.content or b"")[:200].decode(errors="replace")
-    if status in (429, 503):
-        return {"outcome": "rejected", "error": text}
-    if status in (408, 504):
-        return {"outcome": "timeout", "error": text}
-    return {"outcome": "invalid" if status < 500 else "error", "error": text}
+    if response.status_code:
+        return answers.failure(response.status_code, response.content or b"")
+    error = response.error
+    late = isinstance(error, TimeoutError) or "timed out" in str(error)
+    return {"outcome": "timeout" if late else "cut", "error": repr(error)[:200]}
 
 
 @events.request.add_listener

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.server
+import importlib.util
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kit import measures
+import kit
+from kit import breakdown, measures
 from kit.clock import SERVED_BY, clock_id
 from kit.load import Load, LoadError, read_requests
 from kit.workload import Stage, Workload
@@ -25,32 +28,82 @@ class Answers(http.server.BaseHTTPRequestHandler):
     """Sleeps `delays_s` in turn; answers as the apps do, or with `status`."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     wbufsize = -1  # headers and body in one packet: no wait for an acknowledgement
     delays_s: tuple[float, ...] = (0.0,)
     status_every: tuple[int, int] = (200, 1)
+    retry_after: str | None = None
+    bare = False  # as a server without the kit's headers
+    gaps_s: tuple[float, ...] = (0.02, 0.04, 0.02)  # between the tokens of a stream
+    cut_after: int | None = None  # tokens, then the connection breaks
     count = 0
+    seen: list[tuple[str, bytes]]
+    left: list[int]  # tokens written to each stream whose client went away
 
     def do_GET(self) -> None:
         self._send(200, b"{}")
 
     def do_POST(self) -> None:
-        arrived_s = time.monotonic()
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.arrived_s = time.monotonic()
+        body = self.rfile.read(int(self.headers["Content-Length"]))
         cls = type(self)
         number, cls.count = cls.count, cls.count + 1
+        cls.seen.append((self.path, body))
         time.sleep(self.delays_s[number % len(self.delays_s)])
-        inference_s = time.monotonic() - arrived_s
         status, every = self.status_every
-        usage = {"prompt_tokens": 1, "completion_tokens": 1}
-        self._send(
-            200 if (number + 1) % every else status,
-            json.dumps({"text": "a", "usage": usage}).encode(),
-            {
-                "Server-Timing": "batch_wait;dur=0, engine_queue;dur=0, prefill;dur=0, "
-                f"decode;dur={1e3 * inference_s}",
-                SERVED_BY: f"r1 {number} 1 {clock_id()} {arrived_s} {time.monotonic()}",
-            },
-        )
+        if (number + 1) % every == 0 and status != 200:
+            more = {"Retry-After": self.retry_after} if self.retry_after else {}
+            self._send(status, b'{"error": {"message": "full"}}', more)
+        elif self.path == "/v1/completions" and json.loads(body).get("stream"):
+            self._stream()
+        else:
+            usage = {"prompt_tokens": 1, "completion_tokens": 1}
+            answer = {"choices": [{"text": "a", "finish_reason": "length"}], "usage": usage}
+            self._send(200, json.dumps(answer).encode(), self._timing(number))
+
+    def _timing(self, number: int) -> dict[str, str]:
+        if self.bare:
+            return {}
+        inside_ms = 1e3 * (time.monotonic() - self.arrived_s)
+        return {
+            "Server-Timing": "batch_wait;dur=0, engine_queue;dur=0, prefill;dur=0, "
+            f"decode;dur={inside_ms}, postprocess;dur=0",
+            SERVED_BY: f"r1 {number} 1 {clock_id()} {self.arrived_s} {time.monotonic()} long",
+        }
+
+    def _stream(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        sent = 0
+        try:
+            for gap_s in (0.0, *self.gaps_s):
+                time.sleep(gap_s)
+                self._event({"choices": [{"text": "a ", "finish_reason": None}]})
+                sent += 1
+                if sent == self.cut_after:
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+            timing = self._timing(0)
+            end: dict[str, object] = {"choices": [{"text": "", "finish_reason": "length"}]}
+            self._event(end)
+            time.sleep(0.05)  # a late usage chunk must not count as a token
+            # Each piece holds two tokens: chunks are not tokens.
+            usage = {"prompt_tokens": 7, "completion_tokens": 2 * sent}
+            told = {} if self.bare else {"kit": {
+                "server_timing": timing["Server-Timing"], "served_by": timing[SERVED_BY]}}  # fmt: skip
+            self._event({"choices": [], "usage": usage} | told)
+            self._event("[DONE]")
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            type(self).left.append(sent)
+
+    def _event(self, data: object) -> None:
+        text = data if isinstance(data, str) else json.dumps(data)
+        line = f"data: {text}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.flush()
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -67,6 +120,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
 def server() -> Iterator[type[Answers]]:
     class Here(Answers):
         url = ""
+        seen: list[tuple[str, bytes]] = []
+        left: list[int] = []
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Here) as httpd:
         Here.url = f"http://127.0.0.1:{httpd.server_port}"
@@ -101,13 +156,14 @@ def test_o19_one_failed_request_is_a_row_and_not_a_failed_run(
     rows = load.rows()
     assert rows["outcome"].value_counts(normalize=True)["rejected"] == pytest.approx(0.1, abs=0.01)
     assert load._process.returncode == 0
-    assert rows["error"].dropna().str.contains("text").any()
+    assert rows["error"].dropna().str.contains("full").any()
+    assert rows["attempt"].eq(1).all()
 
 
 def test_o20_users_follow_the_plan_to_the_fraction_of_a_second(
     server: type[Answers], tmp_path: Path
 ) -> None:
-    server.delays_s = (0.02,)
+    server.delays_s = (0.1,)
     stages = (Stage(at_s=1.0, users=20), Stage(at_s=1.5, users=2), Stage(at_s=2.95, users=0))
     load = Load(Workload(users=4, stages=stages, duration_s=3.0), server.url, tmp_path)  # type: ignore[attr-defined]
     t0_s = time.monotonic()
@@ -166,16 +222,112 @@ def test_silent_target_and_full_disk_are_named(server: type[Answers], tmp_path: 
     load.kill()
 
 
-def test_an_app_that_does_not_tell_its_parts_still_has_its_latency(
+STREAM: dict[str, object] = {"users": 2, "stream": True, "prompt_tokens": 7, "output_tokens": 8}
+
+
+def test_a_stream_is_timed_token_by_token(server: type[Answers], tmp_path: Path) -> None:
+    server.delays_s = (0.1,)
+    rows = measures.ok(drive(server, tmp_path, 2.0, **STREAM).rows())
+    assert len(rows) > 8
+    assert rows["ttft_s"].median() == pytest.approx(0.1, abs=0.02)
+    # The usage chunk comes 50 ms after the last token, and is no token.
+    assert rows["e2e_s"].median() == pytest.approx(0.18, abs=0.03)
+    itl_ms = rows["itl_ms"].str.split(expand=True).astype(float).median().tolist()
+    assert itl_ms == pytest.approx([20, 40, 20], abs=5)
+    for row in measures.records(rows):
+        assert row["tpot_s"] == pytest.approx((row["e2e_s"] - row["ttft_s"]) / 7, abs=1e-5)
+    assert set(rows["output_tokens"]) == {8}
+    assert set(rows["prompt_tokens"]) == {7}
+    assert set(rows["finish_reason"]) == {"length"}
+    assert set(rows["route"]) == {"long"}
+    assert measures.identity_error_s(rows).max() < 0.002
+    assert rows["rest_s"].abs().median() < 0.01
+    asked = json.loads(server.seen[0][1])
+    assert len(asked.pop("prompt").split()) == 7
+    assert asked == {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "stream": True,
+                     "stream_options": {"include_usage": True}}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bare_server_gives_latency_and_tokens(
+    server: type[Answers], tmp_path: Path, stream: bool
+) -> None:
+    server.bare, server.delays_s = True, (0.02,)
+    rows = measures.ok(drive(server, tmp_path, 1.0, **STREAM | {"stream": stream}).rows())
+    assert len(rows) > 5
+    assert rows["e2e_s"].gt(0).all()
+    assert rows["error"].str.contains("X-Served-By").all()
+    assert rows["output_tokens"].gt(0).all()
+    assert rows["ttft_s"].notna().all() == stream
+    assert rows[list(measures.PARTS)].isna().all().all()
+
+
+def test_broken_slow_and_abandoned_streams_keep_what_was_measured(
+    server: type[Answers], tmp_path: Path
+) -> None:
+    places = [tmp_path / name for name in ("cut", "slow", "left")]
+    for place in places:
+        place.mkdir()
+    server.cut_after = 2
+    cut = drive(server, places[0], 1.0, **STREAM).rows()
+    assert set(cut["outcome"]) == {"cut"}
+    assert cut["ttft_s"].notna().all()
+    assert cut["itl_ms"].astype(float).median() == pytest.approx(20, abs=5)
+
+    server.cut_after, server.gaps_s = None, (0.05, 2.0)
+    slow = drive(server, places[1], 1.5, **STREAM, timeout_s=0.4).rows()
+    assert set(slow["outcome"]) == {"timeout"}
+    assert slow["error"].str.contains("0.4 s").all()
+
+    server.gaps_s, server.left[:] = (0.05,) * 6, []
+    half = {"leave_after_tokens": 1, "leave_share": 0.5}
+    left = drive(server, places[2], 2.0, **STREAM, **half).rows()
+    outcomes = left["outcome"].value_counts()
+    assert outcomes["left"] == pytest.approx(outcomes["ok"], abs=3)
+    gone = left[left["outcome"] == "left"]
+    assert gone["ttft_s"].notna().all()
+    assert gone["output_tokens"].isna().all()
+    assert len(server.left) >= len(gone) - 2  # the server noticed
+    assert max(server.left) <= 4
+
+
+def test_retries_are_rows_and_follow_their_policy(server: type[Answers], tmp_path: Path) -> None:
+    server.status_every, server.retry_after, server.delays_s = (429, 2), "1", (0.05,)
+    places = [tmp_path / name for name in ("honour", "storm")]
+    for place in places:
+        place.mkdir()
+    rows = drive(server, places[0], 4.0, users=1, retry="honour").rows()
+    assert breakdown.demands(rows)["outcome"].iloc[:-1].eq("ok").all()
+    again = rows[rows["attempt"] == 2]
+    first = rows[rows["request"].isin(again["request"]) & rows["attempt"].eq(1)]
+    pause_s = again["sent_s"].to_numpy() - measures.finished_s(first).to_numpy()
+    assert len(again) >= 2
+    assert ((pause_s >= 1.0) & (pause_s < 1.6)).all()
+
+    server.status_every = (503, 1)
+    rows = drive(server, places[1], 1.0, users=1, retry="storm", max_attempts=3).rows()
+    whole = rows[rows["request"] < rows["request"].max()]
+    assert set(whole["outcome"]) == {"rejected"}
+    assert (whole.groupby("request")["attempt"].max() == 3).all()
+    pause_s = whole["sent_s"].shift(-1) - measures.finished_s(whole)
+    assert pause_s.median() < 0.02
+
+
+def test_images_go_through_the_same_rows(
     server: type[Answers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "do_POST", lambda self: (self.rfile.read(
-        int(self.headers["Content-Length"])), self._send(200, b"hello")))  # fmt: skip
-    rows = drive(server, tmp_path, 1.0, users=1).rows()
+    if importlib.util.find_spec("kit.images") is None:
+        stub = tmp_path / "stub" / "kit"
+        stub.mkdir(parents=True)
+        home = str(Path(kit.__file__).parent)
+        (stub / "__init__.py").write_text(f"__path__.append({home!r})")
+        (stub / "images.py").write_text("def image(seed, index): return b'%d.%d' % (seed, index)")
+        monkeypatch.setenv("PYTHONPATH", str(stub.parent))
+    rows = drive(server, tmp_path, 1.0, users=1, kind="image").rows()
     assert set(rows["outcome"]) == {"ok"}
-    assert rows["e2e_s"].gt(0).all()
-    assert rows["inference_s"].isna().all()
-    assert rows["error"].str.contains("X-Served-By").all()
+    assert {path for path, _ in server.seen} == {"/classify"}
+    assert len({body for _, body in server.seen}) == len(server.seen)
+    assert rows["decode_s"].notna().all()
 
 
 def test_users_who_give_up_are_timeouts(server: type[Answers], tmp_path: Path) -> None:
