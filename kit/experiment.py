@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,23 @@ class Change:
 class Slo:
     """What is promised, in seconds at the 95th percentile; None promises nothing.
 
-    The defaults are the chat preset: end-to-end 1.5 s, of which queueing 200 ms.
+    The defaults are the chat preset: end-to-end 1.5 s, of which queueing 200 ms. Time to first
+    token and time per output token have figures in streaming workloads only.
     """
 
     e2e_p95_s: float | None = 1.5
     queueing_p95_s: float | None = 0.2
+    ttft_p95_s: float | None = None
+    tpot_p95_s: float | None = None
+
+
+SLOS: dict[str, Slo] = {
+    "chat": Slo(e2e_p95_s=1.5, queueing_p95_s=0.2),
+    "llama-3.1-8b-server": Slo(None, None, ttft_p95_s=2.0, tpot_p95_s=0.1),
+    "interactive": Slo(None, None, ttft_p95_s=0.5, tpot_p95_s=0.03),
+    "resnet50": Slo(e2e_p95_s=0.015, queueing_p95_s=None),
+}
+"""Named promises."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ class Experiment:
             "settings": self.settings.model_dump(),
             "workload": self.workload.model_dump(mode="json"),
             "timeline": [[c.at_s, c.knob, c.value] for c in self.timeline],
-            "slo": {"e2e_p95_s": self.slo.e2e_p95_s, "queueing_p95_s": self.slo.queueing_p95_s},
+            "slo": asdict(self.slo),
         }
 
 

@@ -2,9 +2,10 @@
 
 Percentiles are exact, from rows, over successful requests; of nothing they are NaN. Requests that
 were rejected, timed out, failed or were cut are counted beside. Vocabulary: end-to-end latency is
-finish − send; queueing is everything before execution (router, batch wait, engine queue); inference
-is execution (prefill, decode); rest is the way back. Queueing + inference + rest = end-to-end for
-every request.
+finish − send, in a stream last token − send; queueing is everything before execution (router, batch
+wait, engine queue); inference is execution (prefill, decode); postprocessing is what the app does
+with the output; rest is the way back. They add up to end-to-end for every request. Of streams:
+TTFT is first token − send, TPOT (end-to-end − TTFT) ÷ (tokens − 1), ITL each gap between pieces.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import pandas as pd
 
 from kit.store import Run
 
-PARTS = ("router_s", "batch_wait_s", "engine_queue_s", "prefill_s", "decode_s", "rest_s")
+PARTS = (
+    "router_s", "batch_wait_s", "engine_queue_s", "prefill_s", "decode_s", "postprocess_s", "rest_s",
+)  # fmt: skip
 """The parts of one request's latency, in order; each is measured, none is what others leave."""
 
-OUTCOMES = ("ok", "rejected", "timeout", "invalid", "error", "cut")
+OUTCOMES = ("ok", "rejected", "timeout", "invalid", "error", "cut", "left")
+"""How a request ended; `left` is a client that was told to leave its stream: no failure."""
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -48,6 +52,12 @@ def identity_error_s(requests: pd.DataFrame) -> pd.Series[float]:
     """How far the sum of the measured parts misses end-to-end latency, a value a request."""
     good = ok(requests)
     return (good[list(PARTS)].sum(axis=1, skipna=False) - good["e2e_s"]).abs()
+
+
+def itl_s(requests: pd.DataFrame) -> pd.Series[float]:
+    """Every gap between successive pieces of the successful streams, pooled, in seconds."""
+    texts = ok(requests)["itl_ms"].dropna()
+    return pd.Series(np.array(" ".join(texts).split(), dtype=float) / 1e3)
 
 
 def throughput_rps(requests: pd.DataFrame) -> float:
@@ -107,7 +117,7 @@ def phases(run: Run, settle: float = 0.3) -> pd.DataFrame:
     Returns:
         One row a stretch: `label` (the change that began it), `start_s`, `from_s` (after settling),
         `end_s`, `requests`, `throughput_rps`, `output_tokens_per_s`, p50 and p95 of end-to-end,
-        queueing and inference, mean `batch_size` and parts (`PARTS`),
+        queueing, inference, TTFT and TPOT, mean `batch_size` and parts (`PARTS`),
         `replicas` (most running) and `busy_share` (mean).
     """
     end_s = float(run.experiment["workload"]["duration_s"])
@@ -132,7 +142,7 @@ def phases(run: Run, settle: float = 0.3) -> pd.DataFrame:
             "throughput_rps": len(rows_in) / width_s,
             "output_tokens_per_s": rows_in["output_tokens"].sum() / width_s,
         }
-        for part in ("e2e", "queueing", "inference"):
+        for part in ("e2e", "queueing", "inference", "ttft", "tpot"):
             row[f"{part}_p50_s"] = percentile(rows_in[f"{part}_s"], 50)
             row[f"{part}_p95_s"] = percentile(rows_in[f"{part}_s"], 95)
         for part in (*PARTS, "batch_size"):
@@ -200,15 +210,24 @@ def verdicts(run: Run) -> pd.DataFrame:
 
 
 def good_fraction(run: Run) -> float:
-    """Successful requests within all the SLO's limits ÷ all attempts; NaN without any."""
-    table = run.requests
-    if not len(table):
-        return math.nan
+    """Successful requests within all the SLO's limits ÷ all attempts but those told to leave.
+
+    NaN without any, and where a promise has no figure at all, as TTFT without streams. An output of
+    one token has no TPOT, so it breaks no promise about it.
+    """
+    table = run.requests[run.requests["outcome"] != "left"]
     met = table["outcome"] == "ok"
     for name, limit_s in run.experiment["slo"].items():
-        if limit_s is not None:
-            met &= table[name.replace("_p95_s", "_s")] <= limit_s
-    return float(met.mean())
+        if limit_s is None:
+            continue
+        values = table[name.replace("_p95_s", "_s")]
+        if values.isna().all():
+            return math.nan
+        within = values <= limit_s
+        if name == "tpot_p95_s":
+            within |= table["output_tokens"] < 2
+        met &= within
+    return float(met.mean()) if len(table) else math.nan
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -216,6 +235,8 @@ def summary(run: Run) -> dict[str, Any]:
     good = ok(run.requests)
     outcome = run.requests["outcome"].value_counts()
     span_s = float(finished_s(good).max() - run.requests["sent_s"].min()) if len(good) else math.nan
+    good_share, gaps_s = good_fraction(run), itl_s(run.requests)
+    attempts = int((run.requests["outcome"] != "left").sum())
     found: dict[str, Any] = {
         "run_id": run.run_id,
         "status": run.status,
@@ -223,13 +244,17 @@ def summary(run: Run) -> dict[str, Any]:
         **{f"{o}_requests": int(outcome.get(o, 0)) for o in OUTCOMES},
         "throughput_rps": throughput_rps(run.requests),
         "output_tokens_per_s": float(good["output_tokens"].sum()) / span_s,
-        "goodput_rps": good_fraction(run) * len(run.requests) / span_s,
-        "good_fraction": good_fraction(run),
+        "goodput_rps": good_share * attempts / span_s,
+        "good_fraction": good_share,
         **{
             f"{part}_p{q}_s": percentile(good[f"{part}_s"], q)
-            for part in ("e2e", "queueing", "inference", *(p.removesuffix("_s") for p in PARTS))
+            for part in (
+                *("e2e", "queueing", "inference", "ttft", "tpot"),
+                *(p.removesuffix("_s") for p in PARTS),
+            )
             for q in (50, 95, 99)
         },
+        **{f"itl_p{q}_s": percentile(gaps_s, q) for q in (50, 95, 99)},
         "batch_size_mean_requests": float(good["batch_size"].mean()),
         "identity_error_p99_s": percentile(identity_error_s(run.requests), 99),
         "max_running_replicas": float(series(run, "serve", "running_replicas").max()),

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from kit.experiment import Change, Experiment
-from kit.load import REQUEST_COLUMNS
+from kit.load import REQUEST_COLUMNS, TEXT_COLUMNS
 from kit.settings import Settings
 from kit.store import CHANGE_COLUMNS, Run
 from kit.workload import Workload
@@ -18,18 +18,23 @@ def requests_table(n: int, duration_s: float = 60.0, seed: int = 0) -> pd.DataFr
     """n rows of known make: router 10 ms, batch wait 0.1–0.3 s, inference 0.5 s, rest 5 ms."""
     rng = np.random.default_rng(seed)
     table = pd.DataFrame(index=range(n), columns=list(REQUEST_COLUMNS))
-    table["request"] = np.arange(n, dtype=float)
+    table["request"], table["attempt"] = np.arange(n, dtype=float), 1.0
     table["sent_s"] = np.sort(rng.uniform(0, duration_s - 1, n))
     table["router_s"], table["rest_s"], table["inference_s"] = 0.01, 0.005, 0.5
     table["engine_queue_s"], table["prefill_s"], table["decode_s"] = 0.0, 0.1, 0.4
+    table["postprocess_s"] = 0.0
     table["batch_wait_s"] = rng.uniform(0.1, 0.3, n)
     table["queueing_s"] = table["router_s"] + table["batch_wait_s"]
     table["e2e_s"] = table["queueing_s"] + table["inference_s"] + table["rest_s"]
     table["outcome"], table["status"] = "ok", 200.0
     table["replica_id"], table["batch_id"], table["batch_size"] = "r1", np.arange(n) // 4 + 0.0, 4.0
     table["prompt_tokens"], table["output_tokens"] = 100.0, 50.0
-    table["error"] = pd.Series([np.nan] * n, dtype="str")
-    return table.astype({"outcome": "str", "replica_id": "str"})
+    table["route"], table["finish_reason"] = "-", "length"
+    for unstreamed in ("ttft_s", "tpot_s"):
+        table[unstreamed] = np.nan
+    for empty in ("error", "itl_ms"):
+        table[empty] = pd.Series([np.nan] * n, dtype="str")
+    return table.astype(dict.fromkeys(TEXT_COLUMNS, "str"))
 
 
 def samples_table(duration_s: float = 60.0) -> pd.DataFrame:
