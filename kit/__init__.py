@@ -9,23 +9,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kit import explain, figures, measures, report
-    from kit.experiment import Change, Experiment, Slo, run, run_many
+    from kit import breakdown, explain, explain_apps, figures, figures_apps, measures, report
+    from kit.experiment import SLOS, Change, Experiment, Slo, run, run_many
     from kit.serving import attach, start
     from kit.settings import PRESETS, Settings, knobs
     from kit.store import load
     from kit.workload import Stage, Workload
 
 _HOMES = {
-    "Change": "experiment", "Experiment": "experiment", "Slo": "experiment", "run": "experiment",
-    "run_many": "experiment", "attach": "serving", "start": "serving", "PRESETS": "settings",
-    "Settings": "settings", "knobs": "settings", "load": "store", "Stage": "workload",
-    "Workload": "workload", "explain": "", "figures": "", "measures": "", "report": "",
+    "Change": "experiment", "Experiment": "experiment", "Slo": "experiment", "SLOS": "experiment",
+    "run": "experiment", "run_many": "experiment", "attach": "serving", "start": "serving",
+    "PRESETS": "settings", "Settings": "settings", "knobs": "settings", "load": "store",
+    "Stage": "workload", "Workload": "workload", "breakdown": "", "explain": "",
+    "explain_apps": "", "figures": "", "figures_apps": "", "measures": "", "report": "",
 }  # fmt: skip
 
 __all__ = [  # noqa: RUF022  grouped as people use them
-    "Settings", "knobs", "PRESETS", "Workload", "Stage", "Experiment", "Change", "Slo", "start",
-    "attach", "run", "run_many", "load", "measures", "figures", "explain", "report",
+    "Settings", "knobs", "PRESETS", "Workload", "Stage", "Experiment", "Change", "Slo", "SLOS",
+    "start", "attach", "run", "run_many", "load", "measures", "breakdown", "figures",
+    "figures_apps", "explain", "explain_apps", "report",
 ]  # fmt: skip
 
 

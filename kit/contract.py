@@ -88,7 +88,10 @@ class ResponseFormat(BaseModel):
 class Sampling(BaseModel):
     """What all kinds of requests can ask for."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": False},
+    )  # fmt: skip
 
     model: str | None = _param(None, "", "Name of the model; this server has one")
     max_tokens: int | None = _param(

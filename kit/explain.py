@@ -11,6 +11,7 @@ from IPython.display import Markdown
 
 from kit import measures
 from kit.accelerator import any_profile
+from kit.figures import accelerator_note
 from kit.store import Run
 from kit.workload import source
 
@@ -100,6 +101,7 @@ _REMEDY = {
     "prefill_s": "Reading the prompts takes the time: shorter prompts, or a smaller batch of them.",
     "decode_s": "Generating takes the time: smaller batches, shorter outputs or a faster accelerator "
     "help; more replicas only where queueing is left.",
+    "postprocess_s": "What is done with the output takes the time: a cheaper filter or check helps.",
     "rest_s": "The way back dominates: the plumbing, not the model, is what is being measured.",
 }
 
@@ -107,16 +109,18 @@ _REMEDY = {
 def what_ran(run: Run) -> list[str]:
     """What was served to whom, and how far it can be trusted."""
     settings, load = run.experiment["settings"], run.experiment["workload"]
-    p = any_profile(settings["accelerator"])
-    scale = settings["time_scale"]
+    emulated = settings.get("engine", "emulated") == "emulated"
+    scale = settings["time_scale"] if emulated else 1
     count = len(measures.ok(run.requests))
-    pause = load["think_time_s"]
+    if emulated:
+        p = any_profile(settings["accelerator"])
+        where = f"an **{p.label}**. Evidence for its times: {p.evidence}"
+    else:
+        where = f"**{accelerator_note(run)}**"
     texts = [
-        f"**{settings['app']} app** on an **{p.label}**. Evidence for its times: {p.evidence}.",
-        f"**Load**: {load['users']} closed-loop users"
-        + (f" with a mean pause of {pause:g} s" if pause else " without pauses")
-        + f" for {load['duration_s']:g} s, request lengths of {source(load['lengths'])}, seed "
-        f"{load['seed']}: {count} requests succeeded of {len(run.requests)}.",
+        f"**{settings['app']} app** on {where}.",
+        f"**Load**: {_load_words(load)}, seed {load['seed']}: {count} requests succeeded of "
+        f"{len(run.requests)}.",
     ]
     if scale != 1:
         texts.append(
@@ -127,6 +131,27 @@ def what_ran(run: Run) -> list[str]:
         )
     ended = "" if run.status == "complete" else f"**This run is {run.status}.** "
     return texts + [f"{ended}Note: {n}" for n in run.notes]
+
+
+def _load_words(load: Mapping[str, Any]) -> str:
+    pause = load["think_time_s"]
+    words = f"{load['users']} closed-loop users" + (
+        f" with a mean pause of {pause:g} s" if pause else " without pauses"
+    )
+    words += f" for {load['duration_s']:g} s, "
+    if load.get("kind") == "image":
+        return words + "an image each"
+    fixed = [load.get("prompt_tokens"), load.get("output_tokens")]
+    if None not in fixed:
+        words += f"prompts of {fixed[0]} and outputs of {fixed[1]} tokens"
+    else:
+        words += f"request lengths of {source(load['lengths'])}"
+        if share := load.get("mix_share"):
+            words += f", {share:.0%} of them of {source(load['mix_lengths'])}"
+        for what, tokens in zip(("prompts", "outputs"), fixed, strict=True):
+            if tokens is not None:
+                words += f", {what} of {tokens} tokens"
+    return words + (", streamed" if load.get("stream") else "")
 
 
 def verdict_sentences(run: Run) -> list[str]:

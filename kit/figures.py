@@ -26,6 +26,7 @@ PART_COLOURS = {
     "engine_queue_s": "#CC79A7",
     "prefill_s": "#56B4E9",
     "decode_s": "#0072B2",
+    "postprocess_s": "#009E73",
     "rest_s": "#999999",
 }
 PART_NAMES = {
@@ -34,22 +35,48 @@ PART_NAMES = {
     "engine_queue_s": "queueing: engine",
     "prefill_s": "inference: prefill",
     "decode_s": "inference: decode",
+    "postprocess_s": "postprocessing",
     "rest_s": "rest (way back)",
 }
 OUTCOME_COLOURS = dict(
-    zip(OUTCOMES, ("#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#999999"), strict=True)
+    zip(
+        OUTCOMES,
+        ("#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442"),
+        strict=True,
+    )
 )
 _SLO_STYLE: dict[str, Any] = {"lw": 1.2, "color": "#D55E00"}
 _WIDTH_IN = 10.0
 
 
 def accelerator_note(run: Run) -> str:
-    """Which accelerator the figures come from, and how far it can be trusted."""
+    """What computed the answers; of an emulated accelerator also how far it can be trusted."""
     settings = run.experiment["settings"]
+    engine = settings.get("engine", "emulated")
+    if engine != "emulated":
+        return " · ".join([_engine_name(run, engine), *_model(settings), _hardware(run)])
     p = any_profile(settings["accelerator"])
     scale = settings["time_scale"]
     clock = "" if scale == 1 else f" · times × {scale:g} of the real accelerator's"
     return f"{p.label}{clock}\n{textwrap.fill('evidence: ' + p.evidence, 130)}"
+
+
+def _engine_name(run: Run, engine: str) -> str:
+    packages = run.environment.get("packages", {})
+    names = {"vllm": "vLLM", "torch": "PyTorch"}
+    version = packages.get(engine) or packages.get(f"{engine}-cpu", "")
+    return f"{names.get(engine, engine)} {version.split('+')[0]}".strip()
+
+
+def _model(settings: Mapping[str, Any]) -> list[str]:
+    model = str(settings.get("model") or "")
+    return [model.rstrip("/").rsplit("/", 1)[-1]] if model else []
+
+
+def _hardware(run: Run) -> str:
+    gpus = run.environment.get("gpus") or []
+    used = run.experiment["settings"].get("num_gpus", 0)
+    return f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}" if gpus and used else "CPU"
 
 
 def overview(run: Run) -> Figure:
@@ -73,9 +100,9 @@ def latency(ax: Axes, run: Run, q: int) -> None:
     table = measures.over_time(run)
     ax.set_ylabel(f"latency at p{q} (s)")
     if not len(table):
-        _nothing(ax)
+        nothing(ax)
         return
-    parts = _seen(run.requests)
+    parts = parts_seen(run.requests)
     ax.stackplot(
         table["time_s"], [table[f"p{q}_{p}"].fillna(0) for p in parts],
         labels=[PART_NAMES[p] for p in parts], colors=[PART_COLOURS[p] for p in parts],
@@ -97,7 +124,7 @@ def throughput(ax: Axes, run: Run) -> None:
     table = measures.over_time(run)
     ax.set_ylabel("ended (requests/s)")
     if not len(table):
-        _nothing(ax)
+        nothing(ax)
         return
     seen = [o for o in OUTCOMES if table[f"{o}_rps"].any()]
     ax.stackplot(
@@ -133,15 +160,19 @@ def replicas(ax: Axes, run: Run) -> None:
 def busy(ax: Axes, run: Run) -> None:
     """How busy each replica's accelerator was."""
     table = measures.busy_share(run)
-    emulated = run.experiment["settings"]["accelerator"]
+    settings = run.experiment["settings"]
+    emulated = settings.get("engine", "emulated") == "emulated"
+    what = (
+        f"emulated, replica\n({settings['accelerator'].split('.')[0]})" if emulated else "replica"
+    )
     ax.set_ylabel("accelerator\nbusy (%)")
     if not len(table):
-        _nothing(ax)
+        nothing(ax)
         return
     for name, rows in table.groupby("replica_id"):
         ax.plot(rows["time_s"], rows["busy_share"] * 100, lw=1, alpha=0.8, label=str(name))
     ax.set_ylim(0, 105)
-    ax.legend(**_LEGEND | {"title": f"emulated, replica\n({emulated.split('.')[0]})"})
+    ax.legend(**_LEGEND | {"title": what})
 
 
 def distribution(run: Run) -> Figure:
@@ -153,8 +184,8 @@ def distribution(run: Run) -> Figure:
     left.set_ylabel("requests at or below (%)")
     right.set_xlabel("mean request, time from send to answer (s)")
     if not len(good):
-        _nothing(left)
-        _nothing(right)
+        nothing(left)
+        nothing(right)
         return figure
     for column, name, colour in (
         ("e2e_s", "end-to-end", "black"),
@@ -176,7 +207,7 @@ def distribution(run: Run) -> Figure:
 
 
 def _waterfall(ax: Axes, good: pd.DataFrame) -> None:
-    parts = _seen(good)
+    parts = parts_seen(good)
     means = good[parts].mean()
     start_s = 0.0
     total_s = float(means.sum())
@@ -206,7 +237,7 @@ def comparison(runs: Mapping[str, Run]) -> Figure:
             measures.parts_near(_settled(r, float(s["from_s"])), q)
             for r, s in zip(runs.values(), stretches, strict=True)
         ]
-        for part in _seen(pd.concat([r.requests for r in runs.values()])):
+        for part in parts_seen(pd.concat([r.requests for r in runs.values()])):
             heights = np.array([p[part] for p in parts])
             ax.bar(names, heights, bottom=bottom, color=PART_COLOURS[part], label=PART_NAMES[part])
             bottom += np.nan_to_num(heights)
@@ -218,7 +249,7 @@ def comparison(runs: Mapping[str, Run]) -> Figure:
     return figure
 
 
-def _seen(requests: pd.DataFrame) -> list[str]:
+def parts_seen(requests: pd.DataFrame) -> list[str]:
     """The parts that this app has: an engine without a queue of its own needs no empty layer."""
     return [p for p in PARTS if requests[p].gt(0).any()] or list(PARTS)
 
@@ -238,7 +269,8 @@ def _legend(ax: Axes) -> None:
     ax.legend(handles[::-1], labels[::-1], **_LEGEND)
 
 
-def _nothing(ax: Axes) -> None:
+def nothing(ax: Axes) -> None:
+    """Say that a panel has no data."""
     ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", va="center", color="#666666")
 
 

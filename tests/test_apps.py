@@ -19,6 +19,7 @@ import pytest
 import requests
 import schemathesis
 from conftest import BASE, ask
+from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from kit.clock import SERVED_BY
 from kit.serving import Serving
@@ -222,10 +223,10 @@ def test_memory_stays_flat_over_streams_and_slow_readers(serving: Serving) -> No
     serving.deploy(CONTINUOUS)
     asyncio.run(_streams(serving.url, 200, 100, 10))  # what is made once is made
     process = psutil.Process(replica(serving)["pid"])
-    sizes = [process.memory_info().rss]
+    sizes = [process.memory_full_info().uss]
     for _ in range(9):
         asyncio.run(_streams(serving.url, 200, 100, 10))
-        sizes.append(process.memory_info().rss)
+        sizes.append(process.memory_full_info().uss)
     print("replica, MiB after each 200 streams:", [s // 2**20 for s in sizes])
     assert sizes[-1] - sizes[0] < 20 * 2**20
     # Who takes nothing is sent no more than fits the buffers on the way; others are served.
@@ -240,7 +241,7 @@ def test_memory_stays_flat_over_streams_and_slow_readers(serving: Serving) -> No
     ]
     assert ask(serving).status_code == 200
     wait_until(lambda: idle(serving), 60)
-    assert process.memory_info().rss - sizes[-1] < 40 * 2**20
+    assert process.memory_full_info().uss - sizes[-1] < 40 * 2**20
     assert all(s.raw.read(20).startswith(b"data: {") for s in slow)
     for s in slow:
         s.close()
@@ -285,7 +286,8 @@ def test_fuzzing_the_document_finds_no_5xx_and_loses_no_replica(serving: Serving
             answer = case.call(timeout=20)
             statuses.add(answer.status_code)
             assert answer.status_code < 500 or "Retry-After" in answer.headers, answer.content
-            case.validate_response(answer)
+            # What no schema can say (the model's window, say) makes valid bodies be refused too.
+            case.validate_response(answer, excluded_checks=[positive_data_acceptance])
 
         fuzz()
     assert 200 in statuses
