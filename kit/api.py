@@ -97,6 +97,7 @@ class OpenAIAnswer(BaseModel):
 
 _TEXTS = {
     400: "The request cannot be served as it is",
+    404: "No such model, or no such job",
     413: "The body is too large",
     422: "The output is not what response_format asks for",
     429: "Too many requests; Retry-After says when to come again",
