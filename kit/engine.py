@@ -64,7 +64,8 @@ class Sink:
 class Job:
     """One request as an engine sees it, sampling parameters by vLLM's names.
 
-    Lengths in tokens, `arrived_s` on the monotonic clock. With a `sink` the output is streamed.
+    Lengths in tokens, `arrived_s` on the monotonic clock. With a `sink` the output is streamed. With
+    `prompt_token_ids` the prompt need not be tokenized again, and `prompt` is not read.
     """
 
     prompt_tokens: int

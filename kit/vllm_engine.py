@@ -1,0 +1,373 @@
+"""vLLM inside a replica: continuous batching by its own scheduler, or whole batches through it.
+
+vLLM runs its scheduler and the model in processes of their own. The instants of a request are those
+that the scheduler stamps, on the monotonic clock that all processes of a Linux machine share: queued
+(the scheduler has it), scheduled, first token, last token. What passes before `queued` is the
+tokenizer, the way to that process, and the model step that runs there. This module imports nothing
+of vLLM before an engine is made: the environment must be set first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+from kit.engine import Done, Job
+from kit.guard import watch_over_this_process
+from kit.models import is_path, resolve
+
+GIB = 2**30
+KV_CACHE_BYTES = GIB
+"""KV cache on a CPU machine unless its tokens are given: vLLM's default is a share of all RAM."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens in a block of the KV cache on a CPU: the finest grain that its attention kernel likes."""
+
+
+class VllmError(RuntimeError):
+    """vLLM cannot start, or has died; the text says why as far as it is known."""
+
+
+class VllmEngine:
+    """One vLLM engine. Making one blocks until the model is loaded, best inside an event loop.
+
+    Args:
+        model: see `kit.models.resolve`.
+        max_model_len: most tokens of prompt + output (the window); None is the model's own.
+        max_num_seqs: most sequences in one model step.
+        max_num_batched_tokens: most tokens computed in one model step.
+        kv_cache_tokens: KV cache in tokens, rounded up to whole blocks; None is 1 GiB on a CPU, and
+            what vLLM finds free on a GPU.
+        enable_prefix_caching: whether prompts reuse the cache of equal beginnings.
+        cpus: threads of the model on a CPU machine.
+
+    Raises:
+        ModelError: the model is not there.
+        VllmError: the sizes cannot work, or vLLM did not start.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 128,
+        max_num_batched_tokens: int = 8192,
+        kv_cache_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        cpus: float = 1.0,
+    ) -> None:
+        found = resolve(model)
+        _set_environment(int(max(1, cpus)), offline=is_path(found))
+        self._guard = watch_over_this_process()
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.model = model or os.path.basename(found)
+        self._meter = _Meter()
+        on_cpu = current_platform.is_cpu()
+        try:
+            config = AsyncEngineArgs(
+                model=found,
+                served_model_name=self.model,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                enforce_eager=True,
+                max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+                enable_prefix_caching=enable_prefix_caching,
+                kv_cache_memory_bytes=KV_CACHE_BYTES if on_cpu else None,
+                block_size=CPU_BLOCK_TOKENS if on_cpu else None,
+            ).create_engine_config()
+            _size_cache(config, kv_cache_tokens, on_cpu)
+            self._llm = AsyncLLM.from_vllm_config(
+                config, stat_loggers=[lambda *_: self._meter], disable_log_stats=True
+            )
+        except (RuntimeError, ValueError) as error:
+            raise VllmError(f"vLLM did not start with {found}: {error}") from error
+        cache = config.cache_config
+        self.window_tokens: int = config.model_config.max_model_len
+        # vLLM keeps one block back.
+        self.kv_cache_tokens: int = (cache.num_gpu_blocks - 1) * cache.block_size
+        self._tokenizer: Any = self._llm.get_tokenizer()
+        self._ids = itertools.count()
+        self._free = asyncio.Lock()
+        self._batches = self._batch_size = 0  # static: so far, and requests in the running one
+        self._in_flight = 0
+        self._busy_s = 0.0
+        self._since_s = 0.0
+
+    async def submit(self, job: Job) -> Done:
+        """Have one request served; when the caller leaves, its slot and cache are free at once.
+
+        Raises:
+            ValueError: vLLM refuses the request; the text says why.
+            VllmError: the engine is dead.
+        """
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        text: list[str] = []
+        tokens = 0
+        output: Any = None
+        try:
+            with self._working():
+                async for output in self._llm.generate(
+                    _prompt(job), _sampling(job), f"kit-{next(self._ids)}"
+                ):
+                    part = output.outputs[0]
+                    tokens += len(part.token_ids)
+                    text.append(part.text)
+                    if job.sink:
+                        job.sink.push(part.text, len(part.token_ids))
+        except EngineDeadError:
+            raise VllmError("the vLLM engine is dead: this replica must be replaced") from None
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from None
+        finally:
+            if job.sink:
+                job.sink.close()
+        reason, times = output.outputs[0].finish_reason, output.metrics
+        if reason not in ("length", "stop"):
+            raise VllmError(f"vLLM gave the request up: {reason}")
+        return Done(
+            text="".join(text),
+            batch_id=self._meter.steps - 1,
+            batch_size=self._meter.sequences,
+            queued_s=times.queued_ts,
+            started_s=times.scheduled_ts,
+            first_token_s=times.first_token_ts,
+            done_s=times.last_token_ts,
+            output_tokens=tokens,
+            finish_reason=reason,
+        )
+
+    async def run(self, jobs: Sequence[Job]) -> list[Done]:
+        """Run one static batch: all start together and come back with the last; one at a time.
+
+        Check jobs before (`check`): an error of one is raised for the batch, after all have ended.
+        """
+        async with self._free:
+            batch_id, self._batch_size = self._batches, len(jobs)
+            self._batches += 1
+            tasks = [asyncio.create_task(self.submit(job)) for job in jobs]
+            try:
+                await asyncio.wait(tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()  # does nothing to what has ended
+                self._batch_size = 0
+        alone = [task.result() for task in tasks]
+        queued_s, started_s = (
+            min(d.queued_s for d in alone), min(d.started_s for d in alone),
+        )  # fmt: skip
+        done_s = max(d.done_s for d in alone)
+        return [
+            Done(
+                d.text, batch_id, len(jobs), queued_s, started_s, d.first_token_s, done_s,
+                d.output_tokens, d.finish_reason,
+            )
+            for d in alone
+        ]  # fmt: skip
+
+    def check(self, job: Job) -> None:
+        """Refuse what vLLM would refuse, before it is in a batch with others.
+
+        Raises:
+            ValueError: sampling parameters that vLLM does not take, or more tokens than fit.
+        """
+        _sampling(job)
+        room, what = min(
+            (self.window_tokens, "window"), (self.kv_cache_tokens, "KV cache of the engine")
+        )
+        if job.prompt_tokens + job.output_tokens > room:
+            raise ValueError(
+                f"prompt of {job.prompt_tokens} tokens + max_tokens of {job.output_tokens} exceed "
+                f"the {what} of {room} tokens"
+            )
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """The ids that `text` becomes as the prompt of a completion."""
+        return tuple(self._tokenizer(text).input_ids)
+
+    def count_tokens(self, text: str) -> int:
+        """How many tokens `text` has as the prompt of a completion."""
+        return len(self.tokenize(text))
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """One prompt for a conversation, by the model's chat template, ready for the answer.
+
+        Raises:
+            ValueError: the model has no template, or it refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            prompt: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"the chat template of {self.model} refuses: {error}") from None
+        return prompt
+
+    def stats(self) -> dict[str, float]:
+        """Figures of the engine at its last model step, by the names they are sampled under."""
+        return self._meter.figures()
+
+    @property
+    def executing(self) -> int:
+        """Requests being executed, those of a static batch that wait for its last one included."""
+        return self._batch_size or self._meter.running
+
+    @property
+    def batches(self) -> int:
+        """Static batches so far, or model steps when there was none."""
+        return self._batches or self._meter.steps
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with a request in the engine since the start."""
+        return self._busy_s + (time.monotonic() - self._since_s if self._in_flight else 0.0)
+
+    async def check_health(self) -> None:
+        """Raises `VllmError` when a process of the engine has died."""
+        if self._llm.errored:
+            raise VllmError("the vLLM engine is dead: this replica must be replaced")
+
+    def shutdown(self) -> None:
+        """End the engine's processes; more than once does no harm."""
+        if hasattr(self, "_llm"):
+            self._llm.shutdown()
+        if hasattr(self, "_guard") and self._guard.stdin:
+            self._guard.stdin.close()
+            self._guard.wait()
+
+    def __del__(self) -> None:
+        self.shutdown()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        if not self._in_flight:
+            self._since_s = time.monotonic()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._busy_s += time.monotonic() - self._since_s
+
+
+class _Meter:
+    """Takes what vLLM tells after each model step; made to fit its `StatLoggerBase`."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.sequences = 0  # in the last step, those that ended with it included
+        self.running = 0
+        self._waiting = 0
+        self._kv_cache_share = 0.0
+        self._preemptions = 0
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if iteration_stats is not None:
+            ended = len(iteration_stats.finished_requests)
+            self.steps += 1
+            self._preemptions += iteration_stats.num_preempted_reqs
+            self.sequences = ended + (scheduler_stats.num_running_reqs if scheduler_stats else 0)
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+            self._waiting = (
+                scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            )
+            self._kv_cache_share = scheduler_stats.kv_cache_usage
+            self._queried_tokens += scheduler_stats.prefix_cache_stats.queries
+            self._hit_tokens += scheduler_stats.prefix_cache_stats.hits
+
+    def figures(self) -> dict[str, float]:
+        queried = self._queried_tokens
+        return {
+            "running_sequences": self.running,
+            "waiting_sequences": self._waiting,
+            "kv_cache_share": self._kv_cache_share,
+            "preemptions": self._preemptions,
+            "prefix_cache_hit_share": self._hit_tokens / queried if queried else 0.0,
+        }
+
+    def log(self) -> None: ...
+
+    def log_engine_initialized(self) -> None: ...
+
+    def record_sleep_state(self, *_: Any, **__: Any) -> None: ...
+
+
+def _set_environment(threads: int, offline: bool) -> None:
+    """What vLLM reads when it is imported, and what its processes inherit."""
+    # Bound threads of two engines would share a core: vLLM binds all from the first core on.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    # Else the sampler is compiled during the first requests, which need a C++ compiler and 10 s.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the size given here
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _size_cache(config: Any, kv_cache_tokens: int | None, on_cpu: bool) -> None:
+    """Set the KV cache to an exact number of blocks, and see that it can work."""
+    cache, model = config.cache_config, config.model_config
+    token_bytes = (
+        2
+        * model.get_num_layers(config.parallel_config)
+        * model.get_num_kv_heads(config.parallel_config)
+        * model.get_head_size()
+        * model.dtype.itemsize
+    )
+    if kv_cache_tokens is None and on_cpu:
+        kv_cache_tokens = KV_CACHE_BYTES // token_bytes
+    if kv_cache_tokens is None:
+        return
+    if kv_cache_tokens < model.max_model_len:
+        raise ValueError(
+            f"a KV cache of {kv_cache_tokens} tokens cannot hold one sequence of max_model_len = "
+            f"{model.max_model_len}: raise kv_cache_tokens or lower max_model_len"
+        )
+    free_bytes = psutil.virtual_memory().available
+    if on_cpu and kv_cache_tokens * token_bytes > free_bytes:
+        raise ValueError(
+            f"a KV cache of {kv_cache_tokens} tokens takes {kv_cache_tokens * token_bytes / GIB:.1f} "
+            f"GiB, of which {free_bytes / GIB:.1f} GiB are free: lower kv_cache_tokens"
+        )
+    cache.num_gpu_blocks_override = -(-kv_cache_tokens // cache.block_size) + 1
+
+
+def _prompt(job: Job) -> Any:
+    if job.prompt_token_ids is None:
+        return job.prompt
+    return {"prompt_token_ids": list(job.prompt_token_ids)}
+
+
+def _sampling(job: Job) -> Any:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import RequestOutputKind
+
+    try:
+        return SamplingParams(
+            max_tokens=job.output_tokens,
+            min_tokens=job.min_tokens,
+            temperature=job.temperature,
+            ignore_eos=job.ignore_eos,
+            stop=list(job.stop),
+            output_kind=RequestOutputKind.DELTA,
+        )
+    except VLLMClientError as error:
+        raise ValueError(str(error)) from None
