@@ -22,14 +22,17 @@ from kit.api import complete, make_api
 from kit.batching import DynamicBatching
 from kit.clock import clock_id
 from kit.continuous import ContinuousEngine
-from kit.contract import Answer, BadRequest, Call
-from kit.engine import Batching, Continuing, Done, Engine, Job, Sink, StaticEngine
+from kit.contract import Answer, BadRequest, Call, Overloaded
+from kit.engine import Batching, Continuing, Done, Engine, EngineDead, Job, Sink, StaticEngine
 from kit.postprocess import Policy, Postprocess, StreamCleaner, compile_schema, policy
 from kit.replica import Replica
 from kit.router import Router
 from kit.settings import VISION_APPS
 from kit.tokens import ModelTokens, Tokenizer, Words
 from kit.vision import vision_app
+
+RETRY_DEAD_S = 30.0
+"""When to come again after an engine has died: about what it takes to replace the replica."""
 
 
 class _Model(Replica):
@@ -58,6 +61,12 @@ class _Model(Replica):
         """Have one job executed; subclasses differ here."""
         raise NotImplementedError
 
+    async def _executed(self, job: Job) -> Done:
+        try:
+            return await self.execute(job)
+        except EngineDead as error:
+            raise Overloaded(str(error), 503, RETRY_DEAD_S) from None
+
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """`POST /` for callers with a handle."""
         return await complete(self, body)
@@ -71,14 +80,14 @@ class _Model(Replica):
         arrived_s = arrived_s or time.monotonic()
         with self.counted():
             job = self._admit(call, arrived_s)
-            done = await self.execute(job)
+            done = await self._executed(job)
             text = done.text
             if self._postprocess is not None:
                 finished = await self._postprocess.finish.remote(text, call.schema)
                 if isinstance(finished, BadRequest):
                     raise finished
                 text = finished
-        return self._answer(job, call, done, text)
+        return self._answer(job, call, done, text, time.monotonic())
 
     async def stream(
         self, call: Call, arrived_s: float | None = None
@@ -95,7 +104,7 @@ class _Model(Replica):
         clean = StreamCleaner(self._policy) if self._postprocess is not None else None
         with self.counted():
             job = self._admit(call, arrived_s, sink)
-            task = asyncio.create_task(self.execute(job))
+            task = asyncio.create_task(self._executed(job))
             task.add_done_callback(lambda _: sink.close())
             try:
                 async for text, _ in sink:
@@ -106,10 +115,12 @@ class _Model(Replica):
             finally:
                 # Also when the client left: its slot and its KV cache are free at once.
                 task.cancel()
-        yield self._answer(job, call, done, clean.feed("", last=True) if clean else "")
+        # The last token may be on its way before this is: it went back when it was done.
+        rest = clean.feed("", last=True) if clean else ""
+        yield self._answer(job, call, done, rest, done.done_s)
 
-    def _answer(self, job: Job, call: Call, done: Done, text: str) -> Answer:
-        cut = done.finish_reason == "length" and self._wanted(call) > job.output_tokens
+    def _answer(self, job: Job, call: Call, done: Done, text: str, returned_s: float) -> Answer:
+        cut = done.finish_reason == "length" and (call.max_tokens or 0) > job.output_tokens
         self._capped += cut
         return Answer(
             text=text,
@@ -117,11 +128,8 @@ class _Model(Replica):
             prompt_tokens=job.prompt_tokens,
             output_tokens=done.output_tokens,
             cap_tokens=job.output_tokens if cut else None,
-            headers=self.timing(job.arrived_s, done, time.monotonic()),
+            headers=self.timing(job.arrived_s, done, returned_s),
         )
-
-    def _wanted(self, call: Call) -> int:
-        return call.max_tokens or 0
 
     def _admit(self, call: Call, arrived_s: float, sink: Sink | None = None) -> Job:
         """A call as a job: counted, capped, and refused here if it could not be served."""
@@ -133,7 +141,7 @@ class _Model(Replica):
             compile_schema(call.schema)
         prompt, ids = call.prompt, call.prompt_token_ids
         if call.messages is not None:
-            prompt = self.engine.chat_prompt(call.messages)
+            prompt = self._chat_prompt(call)
         tokens = self.engine.count_tokens(prompt) if ids is None else len(ids)
         if tokens == 0:
             raise BadRequest(
@@ -146,7 +154,7 @@ class _Model(Replica):
                 f"prompt of {tokens} tokens + max_tokens of {wanted} exceed the {room} tokens that "
                 f"{self.engine.room_of} holds", param="prompt",
             )  # fmt: skip
-        return Job(
+        job = Job(
             prompt_tokens=tokens,
             output_tokens=wanted,
             arrived_s=arrived_s,
@@ -158,6 +166,18 @@ class _Model(Replica):
             stop=call.stop,
             sink=sink,
         )
+        try:
+            self.engine.check(job)
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+        return job
+
+    def _chat_prompt(self, call: Call) -> str:
+        assert call.messages
+        try:
+            return self.engine.chat_prompt(call.messages)
+        except ValueError as error:
+            raise BadRequest(str(error), param="messages") from None
 
     def work(self) -> dict[str, Any]:
         return {

@@ -99,6 +99,10 @@ class Done:
     finish_reason: Literal["length", "stop"] = "length"
 
 
+class EngineDead(RuntimeError):
+    """The engine has died under its requests: the replica must be replaced."""
+
+
 class Engine(Protocol):
     """What an app needs of its engine, emulated or real. Lengths in tokens."""
 
@@ -107,8 +111,14 @@ class Engine(Protocol):
     """Longest prompt and output together."""
     room_of: str
     """What sets that bound, in words."""
-    executing: int
-    batches: int
+
+    @property
+    def executing(self) -> int:
+        """Requests being executed now."""
+
+    @property
+    def batches(self) -> int:
+        """Static batches, or model steps, so far."""
 
     @property
     def busy_s(self) -> float:
@@ -120,11 +130,14 @@ class Engine(Protocol):
     def chat_prompt(self, messages: tuple[dict[str, str], ...]) -> str:
         """A conversation as the prompt that makes the model answer it."""
 
+    def check(self, job: Job) -> None:
+        """Refuse by a `ValueError` what the engine would refuse, before it has batch mates."""
+
     def stats(self) -> dict[str, float]:
         """Figures of the engine now, by the names they are sampled under."""
 
     async def check_health(self) -> None:
-        """Raises when the engine is dead."""
+        """Raises `EngineDead` when it is."""
 
     def shutdown(self) -> None:
         """Stop what the engine started."""
@@ -167,6 +180,9 @@ class Emulated(Busy, Words):
         )
         self.model_name = self.profile.model
         time.sleep(load_time_s)
+
+    def check(self, job: Job) -> None:
+        """An emulated engine takes whatever fits its window."""
 
     async def check_health(self) -> None:
         """An emulated engine does not die."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from kit.engine import Done, Job
+from kit.engine import Done, EngineDead, Job
 from kit.guard import watch_over_this_process
 from kit.models import is_path, resolve
 
@@ -30,8 +30,11 @@ CPU_BLOCK_TOKENS = 32
 """Tokens in a block of the KV cache on a CPU: the finest grain that its attention kernel likes."""
 
 
+_DEAD = "the vLLM engine is dead: this replica must be replaced"
+
+
 class VllmError(RuntimeError):
-    """vLLM cannot start, or has died; the text says why as far as it is known."""
+    """vLLM cannot start, or gave a request up; the text says why as far as it is known."""
 
 
 class VllmEngine:
@@ -69,13 +72,13 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.model = model or os.path.basename(found)
+        self.model_name = model or os.path.basename(found)
         self._meter = _Meter()
         on_cpu = current_platform.is_cpu()
         try:
             config = AsyncEngineArgs(
                 model=found,
-                served_model_name=self.model,
+                served_model_name=self.model_name,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 enforce_eager=True,
@@ -92,6 +95,7 @@ class VllmEngine:
             raise VllmError(f"vLLM did not start with {found}: {error}") from error
         cache = config.cache_config
         self.window_tokens: int = config.model_config.max_model_len
+        self.room_of = f"the window of {self.model_name}"
         # vLLM keeps one block back.
         self.kv_cache_tokens: int = (cache.num_gpu_blocks - 1) * cache.block_size
         self._tokenizer: Any = self._llm.get_tokenizer()
@@ -107,7 +111,7 @@ class VllmEngine:
 
         Raises:
             ValueError: vLLM refuses the request; the text says why.
-            VllmError: the engine is dead.
+            EngineDead: the engine is dead.
         """
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -126,7 +130,7 @@ class VllmEngine:
                     if job.sink:
                         job.sink.push(part.text, len(part.token_ids))
         except EngineDeadError:
-            raise VllmError("the vLLM engine is dead: this replica must be replaced") from None
+            raise EngineDead(_DEAD) from None
         except VLLMClientError as error:
             raise ValueError(str(error)) from None
         finally:
@@ -212,7 +216,7 @@ class VllmEngine:
                 list(messages), tokenize=False, add_generation_prompt=True
             )
         except (TemplateError, TypeError, KeyError) as error:
-            raise ValueError(f"the chat template of {self.model} refuses: {error}") from None
+            raise ValueError(f"the chat template of {self.model_name} refuses: {error}") from None
         return prompt
 
     def stats(self) -> dict[str, float]:
@@ -235,9 +239,9 @@ class VllmEngine:
         return self._busy_s + (time.monotonic() - self._since_s if self._in_flight else 0.0)
 
     async def check_health(self) -> None:
-        """Raises `VllmError` when a process of the engine has died."""
+        """Raises `EngineDead` when a process of the engine has died."""
         if self._llm.errored:
-            raise VllmError("the vLLM engine is dead: this replica must be replaced")
+            raise EngineDead(_DEAD)
 
     def shutdown(self) -> None:
         """End the engine's processes; more than once does no harm."""

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from kit.engine import Job, Sink
-from kit.vllm_engine import VllmEngine, VllmError
+from kit.vllm_engine import EngineDead, VllmEngine
 
 
 def job(prompt: str, tokens: int, **more: Any) -> Job:
@@ -89,7 +89,7 @@ async def ask(engine: VllmEngine) -> dict[str, Any]:
 async def _error(awaited: Any) -> str:
     try:
         return f"no error: {await awaited}"
-    except VllmError as error:
+    except EngineDead as error:
         return str(error)
 
 
