@@ -66,6 +66,8 @@ class _Model(Replica):
             return await self.execute(job)
         except EngineDead as error:
             raise Overloaded(str(error), 503, RETRY_DEAD_S) from None
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """`POST /` for callers with a handle."""

@@ -99,6 +99,7 @@ class VllmEngine:
         # vLLM keeps one block back.
         self.kv_cache_tokens: int = (cache.num_gpu_blocks - 1) * cache.block_size
         self._tokenizer: Any = self._llm.get_tokenizer()
+        self._vocabulary: int = config.model_config.get_vocab_size()
         self._ids = itertools.count()
         self._free = asyncio.Lock()
         self._batches = self._batch_size = 0  # static: so far, and requests in the running one
@@ -186,6 +187,12 @@ class VllmEngine:
             ValueError: sampling parameters that vLLM does not take, or more tokens than fit.
         """
         _sampling(job)
+        strange = [t for t in job.prompt_token_ids or () if t >= self._vocabulary]
+        if strange:
+            raise ValueError(
+                f"prompt holds the token id {strange[0]}: {self.model_name} knows 0 to "
+                f"{self._vocabulary - 1}"
+            )
         room, what = min(
             (self.window_tokens, "window"), (self.kv_cache_tokens, "KV cache of the engine")
         )

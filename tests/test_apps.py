@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import hypothesis
 import openai
+import pandas as pd
 import psutil
 import pytest
 import requests
@@ -21,8 +22,10 @@ import schemathesis
 from conftest import BASE, ask
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from kit import breakdown, measures
 from kit.clock import SERVED_BY
 from kit.serving import Serving
+from kit.store import Run
 
 CONTINUOUS = BASE.replace(app="continuous", max_ongoing_requests=400, max_num_seqs=256)
 ROUTED = BASE.replace(
@@ -221,10 +224,11 @@ def _leave_after(url: str, body: dict[str, Any], wait_s: float) -> None:
 
 def test_memory_stays_flat_over_streams_and_slow_readers(serving: Serving) -> None:
     serving.deploy(CONTINUOUS)
-    asyncio.run(_streams(serving.url, 200, 100, 10))  # what is made once is made
+    for _ in range(3):
+        asyncio.run(_streams(serving.url, 200, 100, 10))  # what is made once is made
     process = psutil.Process(replica(serving)["pid"])
     sizes = [process.memory_full_info().uss]
-    for _ in range(9):
+    for _ in range(10):
         asyncio.run(_streams(serving.url, 200, 100, 10))
         sizes.append(process.memory_full_info().uss)
     print("replica, MiB after each 200 streams:", [s // 2**20 for s in sizes])
@@ -247,26 +251,77 @@ def test_memory_stays_flat_over_streams_and_slow_readers(serving: Serving) -> No
         s.close()
 
 
-def test_overload_is_shed_with_retry_after_and_who_is_let_in_is_served_in_time(
-    serving: Serving,
+def test_short_requests_wait_for_long_ones_unless_they_are_routed_apart(
+    measure: Callable[..., Run],
 ) -> None:
-    """8 users fill slot and queue; with 24, what exceeds them is told to come again."""
+    """80 % short, 20 % long, two accelerators either way."""
+    mix: dict[str, Any] = {"lengths": "short", "mix_lengths": "long", "mix_share": 0.2}
+    p95_s = {}
+    for app in ("batched", "routed"):
+        settings = BASE.replace(
+            app=app, num_replicas=2 if app == "batched" else 1, max_batch_size=16,
+            long_max_batch_size=16, batch_wait_timeout_s=0.01,
+        )  # fmt: skip
+        run = measure(settings, users=24, duration_s=12.0, **mix)
+        good = measures.ok(run.requests)
+        assert len(good) == len(run.requests)
+        short = good[(good["prompt_tokens"] + good["output_tokens"] <= 256) & (good["sent_s"] > 3)]
+        p95_s[app] = measures.percentile(short["e2e_s"], 95)
+        if app == "routed":
+            assert set(good["route"]) == {"short", "long"}
+            assert set(short["route"]) == {"short"}
+    print("p95 of short requests:", {k: f"{v:.2f} s" for k, v in p95_s.items()})
+    assert p95_s["routed"] <= p95_s["batched"] / 2
+
+
+def test_overload_is_shed_and_who_is_let_in_is_served_in_time(measure: Callable[..., Run]) -> None:
+    """8 users fill the slots and the queue; 24 are three times that."""
     full = BASE.replace(
         app="unbatched", max_ongoing_requests=1, max_queued_requests=7, reject_status=429,
         retry_after_s=1.0,
     )  # fmt: skip
-    serving.deploy(full)
+    fixed: dict[str, Any] = {"prompt_tokens": 60, "output_tokens": 60, "duration_s": 8.0}
+    at_capacity = measure(full, users=8, **fixed)
+    assert set(at_capacity.requests["outcome"]) == {"ok"}
+    runs = {r: measure(full, users=24, retry=r, max_attempts=50, **fixed) for r in RETRIES}
+    limit_s = 1.3 * measures.percentile(at_capacity.requests["e2e_s"], 95)
+    for name, run in runs.items():
+        # Cut at the end of the load: what was under way then.
+        assert set(run.requests["outcome"]) <= {"ok", "rejected", "cut"}
+        shed = run.requests[run.requests["outcome"] == "rejected"]
+        assert set(shed["status"]) == {429}
+        p95_s = measures.percentile(measures.ok(run.requests)["e2e_s"], 95)
+        print(f"{name}: p95 of the accepted {p95_s:.2f} s, at capacity {limit_s / 1.3:.2f} s")
+        assert p95_s <= limit_s
+    demands = {name: breakdown.demands(run.requests) for name, run in runs.items()}
+    tries = {name: d["attempts"].mean() for name, d in demands.items()}
+    served = {name: (d["outcome"] == "ok").sum() for name, d in demands.items()}
+    print("attempts for each request:", tries, "served:", served)
+    assert (demands["none"]["outcome"] == "rejected").any()
+    honoured = demands["honour"]
+    ended = honoured[honoured["first_sent_s"] < 4]
+    assert (ended["outcome"] == "ok").all(), ended["outcome"].value_counts()
+    assert tries["storm"] > 3 * tries["honour"]
 
-    def rounds(users: int) -> list[requests.Response]:
-        body = {"prompt": "a b c", "max_tokens": 40}
-        with concurrent.futures.ThreadPoolExecutor(users) as pool:
-            return list(pool.map(lambda _: ask(serving, json=body), range(users)))
 
-    answers = rounds(24)
-    shed = [a for a in answers if a.status_code != 200]
-    assert len(shed) >= 12
-    assert {a.status_code for a in shed} == {429}
-    assert {a.headers["Retry-After"] for a in shed} == {"1"}
+RETRIES = ("none", "honour", "storm")
+
+
+def test_o14_a_request_to_zero_replicas_waits_for_the_first_and_zero_is_seen_as_zero(
+    serving: Serving, measure: Callable[..., Run]
+) -> None:
+    sleepy = BASE.replace(
+        num_replicas="auto", min_replicas=0, max_replicas=1, upscale_delay_s=0.0,
+        downscale_delay_s=1.0, downscale_to_zero_delay_s=1.0, load_time_s=1.0,
+    )  # fmt: skip
+    serving.deploy(sleepy)
+    wait_until(lambda: not serving.status().replicas, 30)
+    run = measure(sleepy, users=1, duration_s=15.0)
+    first, *later = measures.ok(run.requests)["e2e_s"]
+    assert first > 1.0 > measures.percentile(pd.Series(later), 50)
+    running = measures.series(run, "serve", "running_replicas")
+    assert running.iloc[0] == 0
+    assert running.max() == 1
 
 
 @pytest.mark.parametrize("app", ["continuous", "routed"])
