@@ -32,6 +32,7 @@ lint: setup
 
 bench: setup
 	@$(PY) tests/bench.py
+	@$(PY) tests/bench_vllm.py
 
 lab: setup
 	@.venv/bin/jupyter lab --ip 127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) notebooks

@@ -37,7 +37,8 @@ class U(FastHttpUser):
     @task
     def ask(self):
         i = next(numbers); p, o = lengths[i]
-        self.client.post("PATH", data=json.dumps({"prompt": w.prompt(i, p), "max_tokens": o}), name="x")
+        self.client.post("PATH", data=json.dumps(
+            {"prompt": w.prompt(i, p), "max_tokens": o, "temperature": 0, "ignore_eos": True}), name="x")
 @events.request.add_listener
 def count(exception, **_):
     ended.append((time.monotonic(), exception is None))
@@ -76,24 +77,22 @@ def kit_load(url: str, folder: Path) -> float:
 def deploy_without_split(serving: Serving) -> None:
     """The same unbatched app at /plain, answering without durations, batch or replica."""
     from ray import serve
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
 
-    from kit.apps import Unbatched, _body
+    from kit.apps import Unbatched, _engine
+    from kit.engine import StaticEngine
 
     class Plain(Unbatched):
-        async def __call__(self, request: Request) -> Response:
-            job = self._job(await _body(request), 0.0)
-            done = await self.execute(job)
-            usage = {"prompt_tokens": job.prompt_tokens, "completion_tokens": job.output_tokens}
-            return JSONResponse({"text": done.text, "usage": usage})
+        def __init__(self, args: dict[str, object]) -> None:
+            super().__init__(_engine(args, StaticEngine), "plain", None)
+
+        def timing(self, *_: object) -> dict[str, str]:
+            return {}
 
     assert serving.settings
-    options = {"num_cpus": 0.1}
     app = serve.deployment(
-        Plain, max_ongoing_requests=64, ray_actor_options=options,
+        serve.ingress()(Plain), max_ongoing_requests=64, ray_actor_options={"num_cpus": 0.1},
         user_config=serving.settings.user_config(),
-    ).bind(**{k: v for k, v in application(serving.settings)["args"].items() if k != "app"})  # fmt: skip
+    ).bind(application(serving.settings)["args"])  # fmt: skip
     serve.run(app, name="plain", route_prefix="/plain")
 
 
@@ -138,10 +137,10 @@ def main() -> int:
         deploy_without_split(serving)
         rounds: dict[str, tuple[list[float], Callable[[], float]]] = {
             "kit": ([], lambda: kit_load(serving.url, folder)),
-            "locust": ([], lambda: plain_locust(serving.url, "/", folder)),
-            "no split": ([], lambda: plain_locust(serving.url, "/plain", folder)),
+            "locust": ([], lambda: plain_locust(serving.url, "/v1/completions", folder)),
+            "no split": ([], lambda: plain_locust(serving.url, "/plain/v1/completions", folder)),
         }
-        plain_locust(serving.url, "/plain", folder)  # warm-up
+        plain_locust(serving.url, "/plain/v1/completions", folder)  # warm-up
         # Interleaved, so that a slow spell of the machine meets all of them.
         for _ in tqdm(range(ROUNDS), desc="load rounds"):
             for values, go in rounds.values():
