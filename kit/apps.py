@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,12 +19,14 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kit.accelerator import profile
 from kit.api import complete, make_api
 from kit.batching import DynamicBatching
 from kit.clock import clock_id
 from kit.continuous import ContinuousEngine
 from kit.contract import Answer, BadRequest, Call, Overloaded
 from kit.engine import Batching, Continuing, Done, Engine, EngineDead, Job, Sink, StaticEngine
+from kit.models import resolve
 from kit.postprocess import Policy, Postprocess, StreamCleaner, compile_schema, policy
 from kit.replica import Replica
 from kit.router import Router
@@ -299,12 +302,12 @@ def _model(app: str, args: dict[str, Any], name: str, is_entrance: bool, *rest: 
     return serve.deployment(cls, name=name).bind(args, *rest)
 
 
-def _tokenizer(args: dict[str, Any]) -> Tokenizer:
+def _tokenizer(args: dict[str, Any]) -> tuple[Tokenizer, str]:
+    """The model's tokenizer, for where there is no engine, and the model's name."""
     if args["engine"] == "vllm":
-        from kit.models import resolve
-
-        return ModelTokens(resolve(args["model"]))
-    return Words()
+        found = resolve(args["model"])
+        return ModelTokens(found), args["model"] or Path(found).name
+    return Words(), profile(args["accelerator"]).model
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -318,10 +321,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
     class Entrance(Router):
         def __init__(self, short: DeploymentHandle, long: DeploymentHandle) -> None:
-            from kit.accelerator import profile
-
-            name = args["model"] if args["engine"] == "vllm" else profile(args["accelerator"]).model
-            super().__init__(short, long, _tokenizer(args), name)
+            super().__init__(short, long, *_tokenizer(args))
 
     return serve.deployment(serve.ingress()(Entrance), name="Router").bind(short, long)
 

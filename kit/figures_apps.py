@@ -5,7 +5,7 @@ Tables → matplotlib Figures, as in `kit.figures`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import matplotlib.ticker as ticker
@@ -123,7 +123,7 @@ def token_times(runs: Mapping[str, Run]) -> Figure:
     """How TTFT, TPOT and ITL of streams are spread in each run, with the promises about them."""
     first = next(iter(runs.values()))
     figure, axes = _figure(first, 1, 3, 3.8, sharey=True)
-    panels = (
+    panels: tuple[tuple[str, str, Callable[[pd.DataFrame], pd.Series[float]], str | None], ...] = (
         ("time to first token", "s", lambda t: measures.ok(t)["ttft_s"], "ttft_p95_s"),
         ("time per output token", "ms", lambda t: measures.ok(t)["tpot_s"], "tpot_p95_s"),
         ("gaps between pieces, ITL", "ms", measures.itl_s, None),

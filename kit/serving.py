@@ -164,13 +164,21 @@ class Serving:
         import ray
 
         # More than the whole cluster has would wait for ever, after stopping what serves now.
-        n = _first_replicas(settings)
-        for kind, each in (("CPU", settings.num_cpus), ("GPU", settings.num_gpus)):
-            there = ray.cluster_resources().get(kind, 0)
-            if each * max(1, n) > there:
+        n = max(1, _first_replicas(settings))
+        model = application(settings)["deployments"][0]["ray_actor_options"]
+        needs = [("CPU", settings.num_cpus, 1.0), ("GPU", settings.num_gpus, 1.0),
+                 ("memory", model.get("memory", 0), 2.0**30)]  # fmt: skip
+        for kind, each, unit in needs:
+            there = ray.cluster_resources().get(kind, 0) / unit
+            each = each / unit
+            if each * n > there:
+                what = "GiB of memory" if kind == "memory" else f"{kind}s"
+                lower = (
+                    "the replicas" if kind == "memory" else f"num_{kind.lower()}s or the replicas"
+                )
                 raise ServingError(
-                    f"{max(1, n)} replicas with {each:g} {kind}s each need {each * max(1, n):g}; "
-                    f"this cluster has {there:g}: lower num_{kind.lower()}s or the replicas"
+                    f"{n} replicas with {each:g} {what} each need {each * n:g}; this cluster has "
+                    f"{there:.3g}: lower {lower}"
                 )
 
     def _others(self) -> list[dict[str, Any]]:

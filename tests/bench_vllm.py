@@ -32,11 +32,12 @@ from kit.serving import Serving, start
 from kit.settings import Settings
 from kit.workload import Workload
 
+# Without prefix cache, since the same prompts are sent by several clients in turn.
 VLLM = Settings(
-    app="continuous", engine="vllm", num_cpus=1.0, max_model_len=2048, max_ongoing_requests=128
-)
-PROMPT_TOKENS, OUTPUT_TOKENS, USERS, ROUNDS = 64, 32, 8, 3
-REQUESTS = 200
+    app="continuous", engine="vllm", num_cpus=1.0, max_model_len=2048, max_ongoing_requests=128,
+    enable_prefix_caching=False,
+)  # fmt: skip
+USERS, ROUNDS, REQUESTS = 8, 3, 200
 PORT, BARE_PORT = 8000, 8009
 missed: list[str] = []
 
@@ -49,13 +50,15 @@ def bound(name: str, value: float, low: float, high: float) -> None:
         missed.append(name)
 
 
+def load_of(seed: int, duration_s: float = 60.0) -> Workload:
+    """Closed-loop users and streams. Equal lengths would keep the users in step, or not, by chance."""
+    return Workload(lengths="short", users=USERS, stream=True, duration_s=duration_s, seed=seed)
+
+
 def kit_load(url: str, folder: Path, duration_s: float, seed: int) -> pd.DataFrame:
-    """Rows of the kit's load: closed-loop users, streams, fixed lengths."""
+    """Rows of the kit's load."""
     place = Path(tempfile.mkdtemp(dir=folder))
-    workload = Workload(
-        users=USERS, stream=True, duration_s=duration_s, prompt_tokens=PROMPT_TOKENS,
-        output_tokens=OUTPUT_TOKENS, seed=seed,
-    )  # fmt: skip
+    workload = load_of(seed, duration_s)
     load = Load(workload, url, place)
     load.begin(time.monotonic())
     time.sleep(duration_s)
@@ -66,13 +69,20 @@ def kit_load(url: str, folder: Path, duration_s: float, seed: int) -> pd.DataFra
 
 
 def vllm_bench(url: str, folder: Path, seed: int) -> dict[str, Any]:
-    """The same load by `vllm bench serve`; its own result file."""
-    out = folder / f"bench-{seed}.json"
+    """The same requests by `vllm bench serve`; its own result file."""
+    workload = load_of(seed)
+    requests_file, out = folder / f"requests-{seed}.jsonl", folder / f"bench-{seed}.json"
+    with requests_file.open("w") as file:
+        for k, row in workload.requests(REQUESTS).iterrows():
+            prompt = workload.prompt(int(str(k)), int(row["prompt_tokens"]))
+            line = {"prompt": prompt, "output_tokens": int(row["max_tokens"])}
+            file.write(json.dumps(line) + "\n")
     done = subprocess.run(
         [str(Path(sys.executable).parent / "vllm"), "bench", "serve", "--backend", "openai",
          "--base-url", url, "--model", SMALL, "--tokenizer", resolve(""),
-         "--dataset-name", "random", "--random-input-len", str(PROMPT_TOKENS),
-         "--random-output-len", str(OUTPUT_TOKENS), "--num-prompts", str(REQUESTS),
+         "--dataset-name", "custom", "--dataset-path", str(requests_file), "--disable-shuffle",
+         "--custom-output-len", "-1", "--skip-chat-template",
+         "--num-prompts", str(REQUESTS),
          "--max-concurrency", str(USERS), "--ignore-eos", "--seed", str(seed),
          "--save-result", "--result-filename", str(out), "--temperature", "0",
          "--percentile-metrics", "ttft,tpot,itl,e2el"],
@@ -96,7 +106,7 @@ def agree(serving: Serving, folder: Path) -> None:
              bench["request_throughput"]]
         )  # fmt: skip
         ours.append(
-            [*(rows[c].median() * 1e3 for c in ("ttft_s", "tpot_s", "e2e_s")),
+            [*(float(rows[c].median()) * 1e3 for c in ("ttft_s", "tpot_s", "e2e_s")),
              measures.throughput_rps(rows)]
         )  # fmt: skip
         print(f"round {k}: vllm bench {[round(x, 2) for x in theirs[-1]]}, "
@@ -120,7 +130,7 @@ def bare_vllm(folder: Path) -> Iterator[str]:
             [str(Path(sys.executable).parent / "vllm"), "serve", resolve(""),
              "--served-model-name", SMALL, "--host", "127.0.0.1", "--port", str(BARE_PORT),
              "--enforce-eager", "--max-model-len", str(VLLM.max_model_len),
-             "--max-num-seqs", str(VLLM.max_num_seqs), "--block-size", "32",
+             "--no-enable-prefix-caching", "--max-num-seqs", str(VLLM.max_num_seqs), "--block-size", "32",
              "--max-num-batched-tokens", str(VLLM.max_num_batched_tokens),
              "--kv-cache-memory-bytes", str(2**30), "--disable-uvicorn-access-log"],
             stdout=log, stderr=log, env=env,
@@ -172,8 +182,8 @@ def bare(serving: Serving, folder: Path) -> None:
 def batches(serving: Serving, folder: Path) -> None:
     """Continuous at least 1.5 times the throughput of static batches, at lower p95."""
     workload = Workload(
-        lengths="short", mix_lengths="long", mix_share=0.2, max_prompt_tokens=256,
-        max_output_tokens=160, users=16, duration_s=60.0,
+        lengths="short", mix_lengths="long", mix_share=0.2, max_prompt_tokens=48,
+        max_output_tokens=160, users=32, duration_s=60.0,
     )  # fmt: skip
     found = {}
     for app in ("batched", "continuous"):

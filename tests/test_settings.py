@@ -83,7 +83,15 @@ def test_serve_itself_accepts_what_is_emitted(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_replicas": 3}, PRESETS["auto"], {"app": "unbatched", "num_gpus": 1.0}]
+    "changes",
+    [
+        {},
+        {"num_replicas": 3},
+        PRESETS["auto"],
+        {"app": "unbatched", "num_gpus": 1.0},
+        {"app": "routed", "postprocess": True},
+        {"engine": "vllm", "num_cpus": 1.0},
+    ],
 )
 def test_config_reads_back_to_the_same_settings(changes: dict[str, object]) -> None:
     once = from_application(application(Settings(**changes)))

@@ -1,0 +1,93 @@
+"""vLLM behind Ray Serve: two replicas on this machine, real clients, the split of its latency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from conftest import BASE, ask
+
+from kit import measures
+from kit.clock import SERVED_BY
+from kit.models import tiny_model
+from kit.serving import Serving
+from kit.settings import Settings, SettingsError
+from kit.store import Run
+
+
+def test_vllm_computes_on_whole_cores() -> None:
+    with pytest.raises(
+        SettingsError, match=r"num_cpus = 0.1 with engine = 'vllm': .*num_cpus of 1"
+    ):
+        Settings(app="continuous", engine="vllm")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """A tiny random model: what is tested is what is around it."""
+    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    return BASE.replace(
+        app="continuous", engine="vllm", model=str(model), num_cpus=1.0, num_replicas=2,
+        kv_cache_tokens=8192, max_num_seqs=16,
+    )  # fmt: skip
+
+
+def test_o26_two_replicas_start_serve_and_tell_the_split_of_their_latency(
+    serving: Serving, measure: Callable[..., Run], settings: Settings
+) -> None:
+    serving.deploy(settings, timeout_s=240)
+    try:
+        for replica in serving.status().running:
+            processes = [p := psutil.Process(replica.pid), *p.children(recursive=True)]
+            gib = sum(p.memory_full_info().pss for p in processes) / 2**30
+            print(f"replica {replica.replica_id}: {gib:.1f} GiB")
+            assert gib < 4
+        _clients_are_answered(serving)
+        run = measure(
+            settings, users=8, duration_s=8.0, stream=True, prompt_tokens=40, output_tokens=24
+        )
+    finally:
+        serving.deploy(BASE)
+    good = measures.ok(run.requests)
+    assert len(good) == len(run.requests) > 16
+    assert good["replica_id"].nunique() == 2
+    assert (good["output_tokens"] == 24).all()
+    assert (good[[p for p in measures.PARTS if p != "rest_s"]] >= 0).all().all()
+    assert measures.percentile(measures.identity_error_s(run.requests), 99) < 0.005
+    assert (good["ttft_s"] < good["e2e_s"]).all()
+    samples = run.samples.groupby("metric")["value"].max()
+    assert 0 < samples["running_sequences"] <= 16
+    assert 0 < samples["kv_cache_share"] <= 1
+    assert 0 <= samples["prefix_cache_hit_share"] < 0.2, "prompts are unlike each other"
+
+
+def _clients_are_answered(serving: Serving) -> None:
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=30)
+    model = client.models.list().data[0].id
+    ask_for: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": 12}
+    whole = client.completions.create(prompt="one two", extra_body={"ignore_eos": True}, **ask_for)
+    assert whole.usage
+    assert whole.usage.completion_tokens == 12
+    stream = client.completions.create(
+        prompt="one two", stream=True, extra_body={"ignore_eos": True}, **ask_for
+    )
+    assert "".join(c.choices[0].text for c in stream if c.choices) == whole.choices[0].text
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": "hi"}], extra_body={"min_tokens": 3}, **ask_for
+    )
+    assert chat.usage
+    assert chat.usage.completion_tokens >= 3
+    served = set()
+    for _ in range(8):
+        served.add(ask(serving).headers[SERVED_BY].split()[0])
+    assert served <= {r.replica_id for r in serving.status().running}
+    for body, said in (
+        ({"prompt": "x" * 2048, "max_tokens": 1}, "exceed the 2048 tokens"),
+        ({"prompt": [1, 99999]}, "token id 99999"),
+        ({"prompt": [], "max_tokens": 1}, "empty"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=said):
+            client.completions.create(model=model, **body)  # type: ignore[arg-type]
