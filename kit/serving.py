@@ -88,7 +88,7 @@ class Serving:
     def replicas(self) -> list[dict[str, Any]]:
         """What each replica last reported of itself (`kit.apps`), also those gone within the last
         minute; empty when nothing answers."""
-        with contextlib.suppress(requests.RequestException, ValueError):
+        with contextlib.suppress(requests.RequestException, ValueError, KeyError):
             return list(self._monitor.get(f"{self.url}/kit", timeout=2).json()["replicas"])
         return []
 

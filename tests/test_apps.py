@@ -58,6 +58,12 @@ def idle(serving: Serving) -> bool:
 
 
 @pytest.fixture
+def serving(_cluster: Serving) -> Serving:
+    """The shared cluster as the test before left it: each test here deploys what it needs."""
+    return _cluster
+
+
+@pytest.fixture
 def client(serving: Serving) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=30)
 
@@ -97,21 +103,20 @@ def test_the_openai_client_works_unchanged(serving: Serving, client: openai.Open
             client.completions.create(**{"model": model, "prompt": "a"} | kwargs)
 
 
-@pytest.mark.parametrize("app", ["batched", "unbatched", "continuous"])
-@pytest.mark.parametrize(("tokens", "status"), [(127, 200), (128, 400), (129, 400), (5000, 400)])
-def test_what_does_not_fit_the_window_never_reaches_the_engine(
-    serving: Serving, app: str, tokens: int, status: int
-) -> None:
+@pytest.mark.parametrize("app", ["unbatched", "continuous", "batched"])
+def test_what_does_not_fit_the_window_never_reaches_the_engine(serving: Serving, app: str) -> None:
     serving.deploy(BASE.replace(app=app, max_model_len=128))
-    prompt = " ".join(["wörd"] * tokens)
-    answer = ask(serving, json={"prompt": prompt, "max_tokens": 1})
-    assert answer.status_code == status
-    if status == 400:
-        assert f"prompt of {tokens} tokens + max_tokens of 1" in answer.json()["error"]["message"]
+    for tokens, status in ((127, 200), (128, 400), (129, 400), (5000, 400)):
+        prompt = " ".join(["wörd"] * tokens)
+        answer = ask(serving, json={"prompt": prompt, "max_tokens": 1})
+        assert answer.status_code == status
+        if status == 400:
+            message = answer.json()["error"]["message"]
+            assert f"prompt of {tokens} tokens + max_tokens of 1" in message
 
 
 def test_the_output_cap_cuts_live_and_says_so(serving: Serving) -> None:
-    serving.update(BASE.replace(max_new_tokens=5))
+    serving.deploy(BASE.replace(max_new_tokens=5))
     answer = ask(serving, json={"prompt": "a", "max_tokens": 50})
     assert answer.json()["usage"]["completion_tokens"] == 5
     assert answer.headers["X-Max-New-Tokens"] == "5"
@@ -121,7 +126,7 @@ def test_the_output_cap_cuts_live_and_says_so(serving: Serving) -> None:
 
 def test_a_batch_is_bounded_by_tokens(serving: Serving) -> None:
     for limit, biggest in ((None, 6), (40, 2)):
-        serving.update(BASE.replace(max_batch_tokens=limit, batch_wait_timeout_s=0.3))
+        serving.deploy(BASE.replace(max_batch_tokens=limit, batch_wait_timeout_s=0.3))
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             body = {"prompt": "one two three four", "max_tokens": 16}
             answers = list(pool.map(lambda _: ask(serving, json=body), range(6)))  # noqa: B023
@@ -262,7 +267,7 @@ def test_short_requests_wait_for_long_ones_unless_they_are_routed_apart(
             app=app, num_replicas=2 if app == "batched" else 1, max_batch_size=16,
             long_max_batch_size=16, batch_wait_timeout_s=0.01,
         )  # fmt: skip
-        run = measure(settings, users=24, duration_s=12.0, **mix)
+        run = measure(settings, users=24, duration_s=9.0, **mix)
         good = measures.ok(run.requests)
         assert len(good) == len(run.requests)
         short = good[(good["prompt_tokens"] + good["output_tokens"] <= 256) & (good["sent_s"] > 3)]
@@ -275,32 +280,39 @@ def test_short_requests_wait_for_long_ones_unless_they_are_routed_apart(
 
 
 def test_overload_is_shed_and_who_is_let_in_is_served_in_time(measure: Callable[..., Run]) -> None:
-    """8 users fill the slots and the queue; 24 are three times that."""
+    """16 users fill the replica; 48 with pauses ask for about three times what is served.
+
+    The queue is in the replica, in order of arrival: Serve's router looks for a free slot with
+    growing pauses, so that among many who wait there, some wait far longer than others.
+    """
     full = BASE.replace(
-        app="unbatched", max_ongoing_requests=1, max_queued_requests=7, reject_status=429,
+        app="unbatched", max_ongoing_requests=16, max_queued_requests=1, reject_status=429,
         retry_after_s=1.0,
     )  # fmt: skip
     fixed: dict[str, Any] = {"prompt_tokens": 60, "output_tokens": 60, "duration_s": 8.0}
-    at_capacity = measure(full, users=8, **fixed)
-    assert set(at_capacity.requests["outcome"]) == {"ok"}
-    runs = {r: measure(full, users=24, retry=r, max_attempts=50, **fixed) for r in RETRIES}
-    limit_s = 1.3 * measures.percentile(at_capacity.requests["e2e_s"], 95)
-    for name, run in runs.items():
-        # Cut at the end of the load: what was under way then.
+    at_capacity = measure(full, users=16, retry="honour", **fixed)  # all begin at once
+    limit_s = 1.3 * measures.percentile(measures.ok(at_capacity.requests)["e2e_s"], 95)
+    tries, served = {}, {}
+    for retry in RETRIES:
+        run = measure(
+            full, users=48, think_time_s=1.4, retry=retry, max_attempts=50, timeout_s=20.0, **fixed
+        )
+        # No timeouts; what the end of the load cuts off had begun just before.
         assert set(run.requests["outcome"]) <= {"ok", "rejected", "cut"}
-        shed = run.requests[run.requests["outcome"] == "rejected"]
-        assert set(shed["status"]) == {429}
+        assert set(run.requests[run.requests["outcome"] == "rejected"]["status"]) == {429}
         p95_s = measures.percentile(measures.ok(run.requests)["e2e_s"], 95)
-        print(f"{name}: p95 of the accepted {p95_s:.2f} s, at capacity {limit_s / 1.3:.2f} s")
-        assert p95_s <= limit_s
-    demands = {name: breakdown.demands(run.requests) for name, run in runs.items()}
-    tries = {name: d["attempts"].mean() for name, d in demands.items()}
-    served = {name: (d["outcome"] == "ok").sum() for name, d in demands.items()}
-    print("attempts for each request:", tries, "served:", served)
-    assert (demands["none"]["outcome"] == "rejected").any()
-    honoured = demands["honour"]
-    ended = honoured[honoured["first_sent_s"] < 4]
-    assert (ended["outcome"] == "ok").all(), ended["outcome"].value_counts()
+        demands = breakdown.demands(run.requests)
+        tries[retry] = demands["attempts"].mean()
+        served[retry] = (demands["outcome"] == "ok").mean()
+        print(f"{retry}: {served[retry]:.0%} served, {tries[retry]:.1f} attempts each, p95 of the "
+              f"accepted {p95_s:.2f} s (at capacity {limit_s / 1.3:.2f} s)")  # fmt: skip
+        if retry != "storm":
+            assert p95_s <= limit_s
+        if retry == "none":
+            assert served[retry] < 0.9
+        if retry == "honour":
+            early = demands[demands["first_sent_s"] < 2]
+            assert (early["outcome"] == "ok").all(), early["outcome"].value_counts()
     assert tries["storm"] > 3 * tries["honour"]
 
 
@@ -316,7 +328,7 @@ def test_o14_a_request_to_zero_replicas_waits_for_the_first_and_zero_is_seen_as_
     )  # fmt: skip
     serving.deploy(sleepy)
     wait_until(lambda: not serving.status().replicas, 30)
-    run = measure(sleepy, users=1, duration_s=15.0)
+    run = measure(sleepy, users=1, duration_s=9.0)
     first, *later = measures.ok(run.requests)["e2e_s"]
     assert first > 1.0 > measures.percentile(pd.Series(later), 50)
     running = measures.series(run, "serve", "running_replicas")
@@ -326,14 +338,16 @@ def test_o14_a_request_to_zero_replicas_waits_for_the_first_and_zero_is_seen_as_
 
 @pytest.mark.parametrize("app", ["continuous", "routed"])
 def test_fuzzing_the_document_finds_no_5xx_and_loses_no_replica(serving: Serving, app: str) -> None:
-    serving.deploy(ROUTED if app == "routed" else CONTINUOUS.replace(max_model_len=4096))
+    serving.deploy(
+        (ROUTED if app == "routed" else CONTINUOUS).replace(max_model_len=4096, max_new_tokens=16)
+    )
     before = {r.pid for r in serving.status().running}
     schema = schemathesis.openapi.from_url(f"{serving.url}/openapi.json")
     statuses: set[int] = set()
     for operation in schema.get_all_operations():
 
         @hypothesis.settings(
-            max_examples=40, deadline=None, database=None, derandomize=True,
+            max_examples=12, deadline=None, database=None, derandomize=True,
             suppress_health_check=list(hypothesis.HealthCheck),
         )  # fmt: skip
         @hypothesis.given(case=operation.ok().as_strategy())

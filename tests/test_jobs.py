@@ -198,7 +198,9 @@ def test_submit_gives_an_id_and_later_the_result(queue: Serving) -> None:
     assert answer.json()["status"] == "queued"
     [row] = jobs.wait(queue.url, [answer.json()["id"]], 20).to_dict("records")
     assert row["status"] == "done"
-    assert row["result"]["usage"] == {"prompt_tokens": 3, "completion_tokens": 4}
+    assert row["result"]["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7,
+    }  # fmt: skip
     assert row["submitted_s"] <= row["started_s"] <= row["ended_s"]
     assert "/{job_id}" in fetch(queue, "/openapi.json").json()["paths"]
 
@@ -210,7 +212,8 @@ def test_submit_gives_an_id_and_later_the_result(queue: Serving) -> None:
         ({"json": SHORT | {"max_tokens": 0}}, "max_tokens"),
         ({"json": SHORT | {"expires_s": 0}}, "expires_s"),
         ({"json": SHORT | {"max_tokens": "four"}}, "max_tokens"),
-        ({"data": b'{"prompt": NaN}'}, "body"),
+        ({"data": b'{"prompt": NaN}'}, "prompt = nan"),
+        ({"json": SHORT | {"stream": True}}, "stream"),
     ],
 )
 def test_a_wrong_body_is_refused_when_submitted(

@@ -92,6 +92,6 @@ def test_continuous_batching_beats_static_batches_at_the_same_load(
     rates = {}
     for app in ("continuous", "batched"):
         settings = BASE.replace(app=app, max_batch_size=16, time_scale=0.3)
-        run = measure(settings, users=16, duration_s=12.0)
+        run = measure(settings, users=16, duration_s=8.0)
         rates[app] = measures.phases(run)["throughput_rps"].iloc[-1]
     assert rates["continuous"] > 1.5 * rates["batched"]

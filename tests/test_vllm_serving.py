@@ -50,14 +50,17 @@ def test_o26_two_replicas_start_serve_and_tell_the_split_of_their_latency(
             settings, users=8, duration_s=8.0, stream=True, prompt_tokens=40, output_tokens=24
         )
     finally:
-        serving.deploy(BASE)
+        serving.deploy(BASE)  # vLLM's memory is for the next test
     good = measures.ok(run.requests)
     assert len(good) == len(run.requests) > 16
     assert good["replica_id"].nunique() == 2
     assert (good["output_tokens"] == 24).all()
     assert (good[[p for p in measures.PARTS if p != "rest_s"]] >= 0).all().all()
     assert measures.percentile(measures.identity_error_s(run.requests), 99) < 0.005
-    assert (good["ttft_s"] < good["e2e_s"]).all()
+    # A random model's text may be empty: such a stream has no first token that could be read.
+    read = good.dropna(subset="ttft_s")
+    assert len(read) > 8
+    assert (read["ttft_s"] <= read["e2e_s"]).all()
     samples = run.samples.groupby("metric")["value"].max()
     assert 0 < samples["running_sequences"] <= 16
     assert 0 < samples["kv_cache_share"] <= 1
