@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import socket
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -237,7 +239,9 @@ def test_memory_stays_flat_over_streams_and_slow_readers(serving: Serving) -> No
         asyncio.run(_streams(serving.url, 200, 100, 10))
         sizes.append(process.memory_full_info().uss)
     print("replica, MiB after each 200 streams:", [s // 2**20 for s in sizes])
-    assert sizes[-1] - sizes[0] < 20 * 2**20
+    # The median, for Ray loads some 200 MiB of its own once, at a time of its choosing.
+    grown = statistics.median(b - a for a, b in itertools.pairwise(sizes))
+    assert grown < 2 * 2**20
     # Who takes nothing is sent no more than fits the buffers on the way; others are served.
     slow = [
         requests.post(
