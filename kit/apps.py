@@ -125,7 +125,8 @@ class _Model(Replica):
         yield self._answer(job, call, done, rest, done.done_s)
 
     def _answer(self, job: Job, call: Call, done: Done, text: str, returned_s: float) -> Answer:
-        cut = done.finish_reason == "length" and (call.max_tokens or 0) > job.output_tokens
+        asked = call.max_tokens or self.engine.window_tokens - job.prompt_tokens
+        cut = done.finish_reason == "length" and asked > job.output_tokens
         self._capped += cut
         return Answer(
             text=text,

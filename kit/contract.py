@@ -34,12 +34,6 @@ class BadRequest(ValueError):
         self.param = param
 
 
-def cause_of(error: BadRequest) -> BadRequest:
-    """What another replica raised, without Ray's account of how it came here."""
-    cause = getattr(error, "cause", error)
-    return cause if isinstance(cause, BadRequest) else error
-
-
 class Overloaded(RuntimeError):
     """A request that cannot be served now; `retry_after_s` says when to come again."""
 
@@ -47,6 +41,12 @@ class Overloaded(RuntimeError):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+
+
+def cause_of(error: BadRequest | Overloaded) -> BadRequest | Overloaded:
+    """What another replica raised, without Ray's account of how it came here."""
+    cause = getattr(error, "cause", error)
+    return cause if isinstance(cause, BadRequest | Overloaded) else error
 
 
 def _param(default: Any, unit: str, text: str, **bounds: Any) -> Any:

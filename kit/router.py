@@ -24,6 +24,9 @@ from kit.engine import Done
 from kit.replica import Replica
 from kit.tokens import Tokenizer
 
+OUTPUT_KNOBS = ("max_new_tokens", "strip_output", "max_output_chars", "blocked_words")
+"""Knobs that make another output of the same call."""
+
 
 class Router(Replica):
     """Answers calls by the side that fits them; counts what went where."""
@@ -45,11 +48,8 @@ class Router(Replica):
         return make_api(self)
 
     def apply(self, values: dict[str, Any]) -> None:
-        if self._values and self._values["prompt_template"] != values["prompt_template"]:
-            self._cache.clear()
         self._values = values
-        while len(self._cache) > values["response_cache_entries"]:
-            self._cache.popitem(last=False)
+        self._trim()
 
     def work(self) -> dict[str, Any]:
         stats = {f"{name}_requests": float(count) for name, count in self._routed.items()}
@@ -67,14 +67,13 @@ class Router(Replica):
         try:
             with self.counted():
                 answer: Answer = await self._sides[side].answer.remote(call)
-        except BadRequest as error:
+        except (BadRequest, Overloaded) as error:
             raise cause_of(error) from None
         except (BackPressureError, DeploymentUnavailableError) as error:
             raise _overloaded(error) from None
         if call.temperature == 0 and self._values["response_cache_entries"]:
             self._cache[key] = answer
-            while len(self._cache) > self._values["response_cache_entries"]:
-                self._cache.popitem(last=False)
+            self._trim()
         return replace(answer, headers=answer.headers | {"X-Cache-Key": key})
 
     async def stream(self, call: Call, arrived_s: float) -> AsyncIterator[str | Answer]:
@@ -87,7 +86,7 @@ class Router(Replica):
             with self.counted():
                 async for piece in pieces:
                     yield piece
-        except BadRequest as error:
+        except (BadRequest, Overloaded) as error:
             raise cause_of(error) from None
         except (BackPressureError, DeploymentUnavailableError) as error:
             raise _overloaded(error) from None
@@ -113,9 +112,13 @@ class Router(Replica):
         is_long = tokens + wanted > self._values["route_threshold_tokens"]
         return call, "long" if is_long else "short"
 
+    def _trim(self) -> None:
+        while len(self._cache) > self._values["response_cache_entries"]:
+            self._cache.popitem(last=False)
+
     def _key(self, call: Call) -> str:
-        """The same for calls that must get the same answer: model, prompt, sampling, output cap."""
-        what = [self.model_name, self._values["max_new_tokens"], asdict(call)]
+        """The same for calls that must get the same answer: model, call, and what changes outputs."""
+        what = [self.model_name, asdict(call), *(self._values[name] for name in OUTPUT_KNOBS)]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
     def _from_cache(self, key: str, arrived_s: float) -> Answer:

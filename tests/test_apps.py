@@ -123,7 +123,10 @@ def test_the_output_cap_cuts_live_and_says_so(serving: Serving) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 5
     assert answer.headers["X-Max-New-Tokens"] == "5"
     assert "X-Max-New-Tokens" not in ask(serving, json={"prompt": "a", "max_tokens": 5}).headers
-    wait_until(lambda: replica(serving)["engine"]["capped_requests"] >= 1, 3)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    answer = requests.post(f"{serving.url}/v1/chat/completions", json=chat, timeout=30)
+    assert answer.headers["X-Max-New-Tokens"] == "5", "a chat asks for all there is room for"
+    wait_until(lambda: replica(serving)["engine"]["capped_requests"] >= 2, 3)
 
 
 def test_a_batch_is_bounded_by_tokens(serving: Serving) -> None:
@@ -151,6 +154,8 @@ def test_the_routed_app_parts_short_from_long_and_keeps_what_comes_again(
     assert again.headers["X-Cache-Key"] == first.headers["X-Cache-Key"]
     assert again.json() == first.json()
     assert go(temperature=1).headers.get("X-Cache") is None
+    serving.update(ROUTED.replace(blocked_words="lorem"))
+    assert go().json()["text"].startswith("*** ipsum"), "what was kept was not yet cleaned so"
     assert go(max_tokens=98).headers[SERVED_BY].split()[-1] == "long"
     restarted = serving.update(
         ROUTED.replace(
