@@ -29,9 +29,9 @@ from ray.serve.task_consumer import instantiate_adapter_from_config, task_consum
 from tqdm import tqdm
 
 from kit import broker, consumer
-from kit.api import new_api, overloaded
 from kit.application import JOBS_NAME
 from kit.contract import BadRequest, Overloaded, PlainRequest
+from kit.door import new_api, overloaded
 from kit.jobstore import Job, JobStore, Status
 
 
