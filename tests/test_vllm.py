@@ -15,7 +15,7 @@ import pytest
 
 from kit import models
 from kit.models import ModelError, resolve, tiny_model
-from kit.vllm_engine import _Meter
+from kit.vllm_meter import Meter
 
 
 def test_models_are_found_by_name_path_or_passed_on(
@@ -55,7 +55,7 @@ def test_importing_the_engine_imports_no_vllm() -> None:
 
 
 def test_meter_counts_what_vllm_tells() -> None:
-    meter = _Meter()
+    meter = Meter()
     assert meter.figures()["prefix_cache_hit_share"] == 0.0
     cache = types.SimpleNamespace(queries=64, hits=16)
     scheduler = types.SimpleNamespace(
