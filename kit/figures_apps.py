@@ -114,7 +114,7 @@ def kv_cache(run: Run) -> Figure:
         else:
             nothing(ax)
     for ax in axes[1:]:
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, max(1.0, ax.get_ylim()[1]))  # of nothing but zeros, one step above them
         ax.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     return figure
 

@@ -72,13 +72,13 @@ class Model(Replica):
         with self.counted():
             job = self._admit(call, arrived_s)
             done = await self._executed(job)
-            text = done.text
+            text, returned_s = done.text, done.done_s
             if self._postprocess is not None:
                 finished = await self._postprocess.finish.remote(text, call.schema)
                 if isinstance(finished, BadRequest):
                     raise finished
-                text = finished
-        return self._answer(job, call, done, text, time.monotonic())
+                text, returned_s = finished, time.monotonic()
+        return self._answer(job, call, done, text, returned_s)
 
     async def stream(
         self, call: Call, arrived_s: float | None = None

@@ -87,7 +87,7 @@ class Replica:
     def timing(
         self, arrived_s: float, done: Done, returned_s: float, route: str | None = None
     ) -> dict[str, str]:
-        """The two headers of an answer; `returned_s` is when postprocessing was over."""
+        """The two headers of an answer; `returned_s` is when postprocessing, if any, was over."""
         spans = {
             "batch_wait": done.queued_s - arrived_s,
             "engine_queue": done.started_s - done.queued_s,

@@ -23,6 +23,7 @@ def test_parts_are_measured_and_add_up_and_inference_follows_the_closed_form(
     good = measures.ok(run.requests)
     assert len(good) == len(run.requests) > 80
     assert (good[list(measures.PARTS)] >= 0).all().all()
+    assert (good["postprocess_s"] == 0).all(), "nothing postprocesses here"
     assert measures.percentile(measures.identity_error_s(run.requests), 99) < 0.002
 
     p, scale = profile(BASE.accelerator), BASE.time_scale
