@@ -1,7 +1,8 @@
 """Real vLLM on this machine, through the kit and bare: `python tests/bench_vllm.py [part …]`.
 
 agree    the kit's load against `vllm bench serve`, same server, interleaved
-bare     the kit's server against `vllm serve`, same engine and load, interleaved
+bare     the kit's server against `vllm serve`, same engine and load, interleaved; once behind
+         Serve's default proxy, and as `haproxy` behind HAProxy
 batches  static against continuous batching on the same model, mixed lengths
 
 Prints ratios; exits 1 when one misses its bound.
@@ -201,14 +202,17 @@ def batches(serving: Serving, folder: Path) -> None:
     bound("continuous ÷ static: E2E p95", continuous[1] / static[1], 0, 1)
 
 
+PARTS = {"agree": agree, "bare": bare, "haproxy": bare, "batches": batches}
+
+
 def main() -> None:
-    parts = sys.argv[1:] or ["agree", "bare", "batches"]
-    with tempfile.TemporaryDirectory() as name, start(VLLM, port=PORT) as serving:
-        if set(parts) & {"agree", "bare"}:
-            serving.deploy(VLLM, timeout_s=300)
-        for part in parts:
-            print(f"--- {part}", flush=True)
-            {"agree": agree, "bare": bare, "batches": batches}[part](serving, Path(name))
+    for part in sys.argv[1:] or PARTS:
+        print(f"--- {part}", flush=True)
+        settings = VLLM.replace(proxy="haproxy") if part == "haproxy" else VLLM
+        with tempfile.TemporaryDirectory() as name, start(settings, port=PORT) as serving:
+            if part != "batches":
+                serving.deploy(settings, timeout_s=300)
+            PARTS[part](serving, Path(name))
     sys.exit(1 if missed else 0)
 
 
