@@ -19,9 +19,20 @@ Level = Literal["app", "batching", "deployment", "autoscaling", "start"]
 Cost = Literal["live", "next batch", "restart"]
 
 
-def knob(default: Any, level: Level, cost: Cost, unit: str, text: str, **bounds: Any) -> Any:
-    """A pydantic field that is a knob; `bounds` are pydantic's `ge`, `gt`, `le`."""
-    extra: dict[str, Any] = {"level": level, "cost": cost, "unit": unit}
+def knob(
+    default: Any,
+    level: Level,
+    cost: Cost,
+    unit: str,
+    text: str,
+    only: Mapping[str, tuple[Any, ...]] | None = None,
+    **bounds: Any,
+) -> Any:
+    """A pydantic field that is a knob; `bounds` are pydantic's `ge`, `gt`, `le`.
+
+    `only` says where it matters: other knobs → the values of theirs with which it does something.
+    """
+    extra: dict[str, Any] = {"level": level, "cost": cost, "unit": unit, "only": dict(only or {})}
     return Field(default, description=text, json_schema_extra=extra, **bounds)
 
 
@@ -41,6 +52,11 @@ class Knob:
     low_open: bool
     choices: tuple[Any, ...]
     nullable: bool
+    only: Mapping[str, tuple[Any, ...]]
+
+    def matters(self, settings: BaseModel) -> bool:
+        """Whether this knob does anything beside those settings."""
+        return all(getattr(settings, other) in values for other, values in self.only.items())
 
     @property
     def allowed(self) -> str:
@@ -85,6 +101,7 @@ def describe(model: type[BaseModel], name: str) -> Knob:
         low_open="gt" in bounds,
         choices=choices,
         nullable=type(None) in parts,
+        only=extra.get("only", {}),
     )
 
 

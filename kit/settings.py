@@ -21,6 +21,17 @@ VISION_APPS = ("resnet50", "resnet50-batched")
 VISION_ACCELERATOR = "resnet50.t4-pytorch21.03-amp"
 """What apps for images emulate unless told: the best fit of the published curves."""
 
+_Only = dict[str, tuple[Any, ...]]
+_EMULATED: _Only = {"engine": ("emulated",)}
+_VLLM: _Only = {"engine": ("vllm",)}
+_REAL: _Only = {"engine": ("vllm", "torch")}
+_BATCHES: _Only = {"app": ("batched", "routed", "resnet50-batched")}
+_ROUTED: _Only = {"app": ("routed",)}
+_TEXT_BATCHES: _Only = {"app": ("batched", "routed")}
+_CONTINUOUS: _Only = {"app": ("continuous",)}
+_TEXT: _Only = {"app": ("batched", "unbatched", "continuous", "routed")}
+_POSTPROCESS: _Only = {"postprocess": (True,)}
+
 _PLACES: dict[str, str] = {
     "app": "the application's args",
     "batching": "user_config",
@@ -58,42 +69,43 @@ class Settings(BaseModel):
     )  # fmt: skip
     accelerator: str = knob(
         "h100.llama-3.1-8b.bf16", "app", "restart", "", "Which accelerator and model are emulated; "
-        f"unless given, apps for images take {VISION_ACCELERATOR}",
+        f"unless given, apps for images take {VISION_ACCELERATOR}", only=_EMULATED,
     )  # fmt: skip
     time_scale: float = knob(
         1.0, "app", "restart", "x", "Factor on the emulated accelerator's times: above 1 is slower",
-        ge=0.001, le=1000,
+        only=_EMULATED, ge=0.001, le=1000,
     )  # fmt: skip
     load_time_s: float = knob(
         0.0, "app", "restart", "s", "Emulated time to load the model when a replica starts",
-        ge=0, le=3600,
+        only=_EMULATED, ge=0, le=3600,
     )  # fmt: skip
     model: str = knob(
         "", "app", "restart", "", "Model of a real engine: a folder, or a name on the hub; "
-        "empty means the small one that set-up prepares, or ResNet-50 with random weights",
+        "empty means the small one that set-up prepares, or ResNet-50 with random weights", only=_REAL,
     )  # fmt: skip
     max_model_len: int | None = knob(
         None, "app", "restart", "tokens", "Longest prompt and output together; empty means what the "
-        "model takes", ge=16, le=1_000_000,
+        "model takes", only=_TEXT, ge=16, le=1_000_000,
     )  # fmt: skip
     kv_cache_tokens: int | None = knob(
         None, "app", "restart", "tokens", "KV cache of the accelerator; empty means all it has",
-        ge=16, le=10_000_000,
+        only=_CONTINUOUS, ge=16, le=10_000_000,
     )  # fmt: skip
     max_num_seqs: int = knob(
         128, "app", "restart", "sequences", "Continuous batching: most sequences in one step",
-        ge=1, le=4096,
+        only=_CONTINUOUS, ge=1, le=4096,
     )  # fmt: skip
     max_num_batched_tokens: int = knob(
         8192, "app", "restart", "tokens", "Continuous batching: most tokens computed in one step",
-        ge=16, le=131_072,
+        only=_CONTINUOUS, ge=16, le=131_072,
     )  # fmt: skip
     enable_prefix_caching: bool = knob(
-        True, "app", "restart", "", "Whether vLLM keeps the KV cache of prompts that begin alike"
-    )
+        True, "app", "restart", "", "Whether vLLM keeps the KV cache of prompts that begin alike",
+        only=_VLLM,
+    )  # fmt: skip
     postprocess: bool = knob(
         False, "app", "restart", "", "Whether outputs pass a Postprocess deployment on CPU: format, "
-        "length, blocked words",
+        "length, blocked words", only=_TEXT,
     )  # fmt: skip
 
     job_queue: bool = knob(
@@ -103,55 +115,57 @@ class Settings(BaseModel):
 
     # user_config: reaches running replicas through reconfigure().
     max_batch_size: int = knob(
-        8, "batching", "next batch", "requests", "Most requests in one batch", ge=1, le=512
-    )
+        8, "batching", "next batch", "requests", "Most requests in one batch",
+        only=_BATCHES, ge=1, le=512,
+    )  # fmt: skip
     batch_wait_timeout_s: float = knob(
         0.01, "batching", "next batch", "s", "Longest wait for a batch to fill, from its first "
-        "request on", ge=0, le=60,
+        "request on", only=_BATCHES, ge=0, le=60,
     )  # fmt: skip
     hold_while_busy: bool = knob(
         True, "batching", "next batch", "", "Hold requests back while a batch runs, so that the "
-        "next one fills from the backlog; False is plain @serve.batch",
+        "next one fills from the backlog; False is plain @serve.batch", only=_BATCHES,
     )  # fmt: skip
     max_batch_tokens: int | None = knob(
         None, "batching", "next batch", "tokens", "Most tokens, prompts and outputs asked for, in "
         "one batch: memory runs out by tokens, not by requests; empty is no limit",
-        ge=1, le=10_000_000,
+        only=_TEXT_BATCHES, ge=1, le=10_000_000,
     )  # fmt: skip
     max_new_tokens: int = knob(
         4096, "batching", "next batch", "tokens", "Cap on the output of every request, whatever it "
-        "asks for", ge=1, le=131072,
+        "asks for", only=_TEXT, ge=1, le=131072,
     )  # fmt: skip
     route_threshold_tokens: int = knob(
         256, "batching", "live", "tokens", "Routed app: requests of more tokens, prompt and output "
-        "asked for, go to the long side", ge=1, le=1_000_000,
+        "asked for, go to the long side", only=_ROUTED, ge=1, le=1_000_000,
     )  # fmt: skip
     long_max_batch_size: int = knob(
         4, "batching", "next batch", "requests", "Routed app: max_batch_size of the long side",
-        ge=1, le=512,
+        only=_ROUTED, ge=1, le=512,
     )  # fmt: skip
     long_batch_wait_timeout_s: float = knob(
         0.01, "batching", "next batch", "s", "Routed app: batch_wait_timeout_s of the long side",
-        ge=0, le=60,
+        only=_ROUTED, ge=0, le=60,
     )  # fmt: skip
     prompt_template: str = knob(
         "{prompt}", "batching", "live", "", "Routed app: what every prompt is put into, where it "
-        "says {prompt}",
+        "says {prompt}", only=_ROUTED,
     )  # fmt: skip
     response_cache_entries: int = knob(
         0, "batching", "live", "answers", "Routed app: answers kept for requests that come again "
-        "with temperature 0; 0 keeps none", ge=0, le=100_000,
+        "with temperature 0; 0 keeps none", only=_ROUTED, ge=0, le=100_000,
     )  # fmt: skip
     strip_output: bool = knob(
-        True, "batching", "live", "", "Postprocess: outputs lose white space at both ends"
-    )
+        True, "batching", "live", "", "Postprocess: outputs lose white space at both ends",
+        only=_POSTPROCESS,
+    )  # fmt: skip
     max_output_chars: int | None = knob(
         None, "batching", "live", "characters", "Postprocess: longer outputs are cut; empty cuts "
-        "none", ge=1, le=1_000_000,
+        "none", only=_POSTPROCESS, ge=1, le=1_000_000,
     )  # fmt: skip
     blocked_words: str = knob(
         "", "batching", "live", "", "Postprocess: words, separated by commas, that outputs show as "
-        "***",
+        "***", only=_POSTPROCESS,
     )  # fmt: skip
 
     num_replicas: Annotated[int, Ge(1), Le(1000)] | Literal["auto"] = knob(
