@@ -46,13 +46,14 @@ class Load:
     Args:
         workload: what to send.
         url: where the app answers.
-        folder: takes `requests.csv` and Locust's own log, `load.log`.
+        folder: takes `requests.csv`, after the rows that are there, and Locust's own log, `load.log`.
+        first_request: number of the first request; each number has a prompt of its own.
 
     Raises:
         LoadError: when nothing answers at `url`, or Locust does not come up.
     """
 
-    def __init__(self, workload: Workload, url: str, folder: Path) -> None:
+    def __init__(self, workload: Workload, url: str, folder: Path, first_request: int = 0) -> None:
         _check(url)
         self.path = folder / "requests.csv"
         self._log_path = folder / "load.log"
@@ -70,7 +71,8 @@ class Load:
                  "--exit-code-on-error", "0", "--only-summary"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
                 env={**os.environ, "KIT_WORKLOAD": workload.model_dump_json(),
-                     "KIT_REQUESTS": str(self.path), "PYTHONUNBUFFERED": "1"},
+                     "KIT_REQUESTS": str(self.path), "KIT_FIRST_REQUEST": str(first_request),
+                     "PYTHONUNBUFFERED": "1"},
                 cwd=folder,
             )  # fmt: skip
         leftovers.record([self._process.pid])
@@ -95,6 +97,15 @@ class Load:
             LoadError: when Locust is gone.
         """
         self._send(users=users, ramp_s=ramp_s)
+
+    def set_workload(self, workload: Workload) -> None:
+        """Change what the next requests are like; users, `kind` and `timeout_s` stay.
+
+        Raises:
+            LoadError: when Locust is gone.
+        """
+        self._send(workload=workload.model_dump(mode="json"))
+        self._workload = workload
 
     def status(self) -> dict[str, Any]:
         """Last word of the process: `t_s` (monotonic), `users`, requests `in_flight`."""

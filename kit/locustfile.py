@@ -34,21 +34,26 @@ class _Session:
     """What the users of this process share."""
 
     def __init__(self) -> None:
-        self.workload = Workload.model_validate_json(os.environ["KIT_WORKLOAD"])
-        self.lengths = Lengths(self.workload)
-        self.numbers, self.users = itertools.count(), itertools.count()
+        self.use(Workload.model_validate_json(os.environ["KIT_WORKLOAD"]))
+        # Numbers go on where an earlier process stopped: the same one would repeat its prompt.
+        self.numbers = itertools.count(int(os.environ["KIT_FIRST_REQUEST"]))
+        self.users = itertools.count()
         self.clock = clock_id()
         self.t0_s = 0.0
         self.in_flight = 0
+        self.rows = os.open(os.environ["KIT_REQUESTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def use(self, workload: Workload) -> None:
+        """What the next requests are like."""
+        self.workload, self.lengths = workload, Lengths(workload)
         # What every body shares is written once; a request adds its prompt and its length.
         options: dict[str, Any] = {
-            "temperature": self.workload.temperature,
-            "ignore_eos": self.workload.ignore_eos,
+            "temperature": workload.temperature,
+            "ignore_eos": workload.ignore_eos,
         }
-        if self.workload.stream:
+        if workload.stream:
             options |= {"stream": True, "stream_options": {"include_usage": True}}
         self.options = json.dumps(options)[1:-1]
-        self.rows = os.open(os.environ["KIT_REQUESTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def body(self, index: int, prompt_tokens: int, max_tokens: int) -> bytes:
         if self.workload.kind == "image":
@@ -111,12 +116,12 @@ class User(FastHttpUser):
         attempts = 1 if workload.retry == "none" else workload.max_attempts
         for attempt in range(1, attempts + 1):
             row = known | {"attempt": attempt}
-            retry_after = self._try(body, row)
+            retry_after = self._try(workload, body, row)
             if row["outcome"] != "rejected" or attempt == attempts:
                 return
             gevent.sleep(answers.pause_s(workload.retry, retry_after, self.dice))
 
-    def _try(self, body: bytes, row: dict[str, Any]) -> str | None:
+    def _try(self, workload: Workload, body: bytes, row: dict[str, Any]) -> str | None:
         """One attempt; fills and writes its row. Returns what Retry-After said."""
         # What Locust itself measured comes back through its request event.
         context: dict[str, Any] = {}
@@ -125,7 +130,7 @@ class User(FastHttpUser):
         row["sent_s"] = sent_s - session.t0_s
         try:
             response = self.client.post(
-                self.path, data=body, name="ask", stream=session.workload.stream,
+                self.path, data=body, name="ask", stream=workload.stream,
                 context={"kit": context},
             )  # fmt: skip
             row |= {"e2e_s": context["e2e_s"], "status": response.status_code}
@@ -133,11 +138,11 @@ class User(FastHttpUser):
             if response.status_code != 200:
                 row |= _failure(response)
             elif "event-stream" in (headers.get("content-type") or ""):
-                _follow(response, sent_s, row)
+                _follow(response, sent_s, workload, row)
             else:
                 content = response.content
                 finished_s = time.monotonic()
-                if session.workload.stream:  # asked for, but not got: Locust's time is the headers'
+                if workload.stream:  # asked for, but not got: Locust's time is the headers'
                     row["e2e_s"] = finished_s - sent_s
                 row |= {"outcome": "ok"} | answers.completion(content)
                 row |= answers.parts(
@@ -154,9 +159,8 @@ class User(FastHttpUser):
             session.write(row)
 
 
-def _follow(response: Any, sent_s: float, row: dict[str, Any]) -> None:
+def _follow(response: Any, sent_s: float, workload: Workload, row: dict[str, Any]) -> None:
     """Read a stream as it comes into its row: however it ends, what was measured is there."""
-    workload = session.workload
     stream, split = Stream(sent_s), Events()
     limit = workload.leave_after_tokens if workload.leaves(row["request"]) else None
     ending = {"outcome": "cut", "error": "the stream ended before its [DONE]"}
@@ -235,6 +239,8 @@ def _begin(environment: Environment, **_: Any) -> None:
 def _obey(runner: Any, lines: Any) -> None:
     for line in lines:
         command = json.loads(line)
+        if "workload" in command:
+            session.use(Workload.model_validate(command["workload"]))
         if "users" in command:
             step = abs(command["users"] - runner.user_count)
             ramp_s = command.get("ramp_s", 0.0)

@@ -45,7 +45,9 @@ def source(lengths: str) -> str:
 
 
 def _field(default: Any, unit: str, text: str, **bounds: Any) -> Any:
-    return Field(default, description=text, json_schema_extra={"unit": unit}, **bounds)
+    return Field(
+        default, description=text, json_schema_extra={"unit": unit, "cost": "live"}, **bounds
+    )
 
 
 class _Checked(BaseModel):
