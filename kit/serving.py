@@ -8,11 +8,7 @@ replica really runs. Nothing of this needs to be on the cluster's machine.
 from __future__ import annotations
 
 import contextlib
-import re
-import threading
-import time
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
@@ -28,9 +24,11 @@ from kit.application import (
     model_names,
 )
 from kit.cluster import LOOPBACK, ServingError
+from kit.connection import Applied as Applied
+from kit.connection import Connection, Plan, described, others, serve_url
 from kit.progress import waiting
 from kit.settings import Settings, knobs
-from kit.status import Status, differences, read_status
+from kit.status import Status, read_status
 
 MONITOR_APP: dict[str, Any] = {
     "name": MONITOR_NAME,
@@ -39,47 +37,23 @@ MONITOR_APP: dict[str, Any] = {
     "args": {},
     "deployments": [{"name": "Monitor", "ray_actor_options": {"num_cpus": 0}}],
 }
-POLL_S = 0.05
+_MINE = (APP_NAME, JOBS_NAME, MONITOR_NAME)
 
 
-@dataclass(frozen=True)
-class Applied:
-    """One update that took effect, in monotonic seconds.
-
-    `restarted_replicas` counts replicas that ran before and whose process is gone.
-    """
-
-    changes: dict[str, tuple[Any, Any]]
-    asked_s: float
-    applied_s: float
-    restarted_replicas: int
-
-
-class Serving:
+class Serving(Connection):
     """A connection to Serve, with the settings that it runs. Made by `start` and `attach`."""
 
-    def __init__(self, dashboard_url: str, url: str, owned: bool, start: Settings) -> None:
-        from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+    title = "the kit's app"
+    revival = "deploy(settings) starts it again"
 
-        self.url = url
+    def __init__(self, dashboard_url: str, url: str | None, owned: bool, start: Settings) -> None:
+        super().__init__(dashboard_url)
+        self.url = url or serve_url(dashboard_url, self.details(), None)
         self.owned = owned
-        self.settings: Settings | None = None
-        self._client = ServeSubmissionClient(dashboard_url)
         self._monitor = requests.Session()
         self._start = start
         self._deployed = False
         self._broker: broker.Broker | None = None
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.shutdown()
-
-    def details(self) -> dict[str, Any]:
-        """All that Serve's controller tells (`ServeInstanceDetails`)."""
-        return dict(self._client.get_serve_details())
 
     def status(self) -> Status:
         """The deployment now."""
@@ -106,35 +80,12 @@ class Serving:
             self.settings = settings
         return self
 
-    def update(self, settings: Settings, timeout_s: float = 120.0) -> Applied:
-        """Change knobs of what runs, and wait until every running replica has the new values.
-
-        Replicas that the autoscaler adds are not waited for; those that a larger fixed number adds
-        are. A change of a `restart` knob replaces the replicas; the other costs leave them as they
-        are. Without a difference nothing is sent: every config that Serve receives starts its
-        autoscaling delays anew.
-
-        Raises:
-            ServingError: when it is refused, fails, or is not in effect after `timeout_s`; the
-                settings before it are serving again.
-        """
-        with self._lock:
-            before = self.settings
-            if before is None:
-                raise ServingError("nothing is deployed: call deploy(settings) first")
-            asked_s = time.monotonic()
-            if settings == before:
-                return Applied({}, asked_s, asked_s, 0)
-            self._fits(settings)
-            running = {r.replica_id: r.pid for r in self.status().running}
-            status = self._apply_or_go_back(settings, timeout_s, min(1, len(running)))
-            applied_s = time.monotonic()
-            self.settings = settings
-            now = {r.replica_id: r.pid for r in status.replicas}
-            # A replica that a smaller target stops is not a restart.
-            gone = sum(now.get(name) != pid for name, pid in running.items())
-            stopped = max(0, len(running) - (status.target or 0))
-            return Applied(before.diff(settings), asked_s, applied_s, max(0, gone - stopped))
+    def read_only(self, knob_name: str) -> str | None:
+        """Why this knob cannot be changed on this app, in one sentence; None when it can."""
+        if described(knob_name).level != "start":
+            return None
+        again = "shutdown() and start again" if self.owned else "only who started it can change it"
+        return f"fixed since Ray started; {again}"
 
     def shutdown(self) -> None:
         """Stop what `start` started; on an attached cluster, remove only this kit's apps."""
@@ -147,7 +98,8 @@ class Serving:
                 cluster.stop_ray()
             elif self._deployed:
                 with contextlib.suppress(Exception):
-                    self._client.deploy_applications({"applications": self._others()})
+                    kept = others(self.details(), _MINE)
+                    self._client.deploy_applications({"applications": kept})
             if self._broker is not None:
                 self._broker.stop()
                 self._broker = None
@@ -181,15 +133,6 @@ class Serving:
                     f"{there:.3g}: lower {lower}"
                 )
 
-    def _others(self) -> list[dict[str, Any]]:
-        """Apps that others deployed here: a declarative config without them would delete them."""
-        apps = self.details().get("applications", {})
-        return [
-            a["deployed_app_config"]
-            for name, a in apps.items()
-            if name not in (APP_NAME, JOBS_NAME, MONITOR_NAME) and a.get("deployed_app_config")
-        ]
-
     def config(self, settings: Settings) -> dict[str, Any]:
         """The full declarative config, as `serve deploy` takes it."""
         at = urlsplit(self.url)
@@ -204,7 +147,7 @@ class Serving:
                 application(settings),
                 MONITOR_APP,
                 *([self._job_queue()] if settings.job_queue else []),
-                *([] if self.owned else self._others()),
+                *others(self.details(), _MINE),
             ],
         }
 
@@ -224,60 +167,21 @@ class Serving:
 
         return jobs.application(self._broker.url)
 
-    def _apply_or_go_back(self, settings: Settings, timeout_s: float, at_least: int) -> Status:
-        """`_apply`; when it fails or is interrupted, what was serving before serves again."""
-        before = self.settings
-        try:
-            return self._apply(settings, timeout_s, at_least)
-        except (ServingError, KeyboardInterrupt) as error:
-            if before is None:
-                raise
-            again = "The settings before it are serving again."
-            try:
-                self._apply(before, timeout_s, min(1, at_least))
-            except ServingError as second:
-                again = f"Going back to the settings before it failed too: {second}"
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            raise ServingError(f"{error}\n{again}") from None
-
-    def _apply(self, settings: Settings, timeout_s: float, at_least: int) -> Status:
-        """Send the config; poll until it and every running replica are as asked."""
-        before = self.status()
-        try:
-            self._client.deploy_applications(self.config(settings))
-        except (RuntimeError, requests.RequestException) as error:
-            raise ServingError(_why(error)) from None
+    def _plan(self, settings: Settings, now: Settings | None) -> Plan:
         wanted = {d["name"]: d for d in application(settings)["deployments"]}
+        return self.config(settings), wanted
+
+    def _confirmed(self, settings: Settings, status: Status) -> bool:
+        """Whether every running replica reports the new values; refused ones are an error."""
         sent = settings.user_config()
-        deadline = time.monotonic() + timeout_s
-        while True:
-            status = self.status()
-            if status.deployed_s == before.deployed_s and time.monotonic() < deadline:
-                time.sleep(POLL_S)  # still about the config before
-                continue
-            if status.app == "DEPLOY_FAILED" or status.deployment == "UNHEALTHY":
-                raise ServingError(
-                    f"Serve says {status.app}: {status.message or 'no reason given'}"
-                )
-            missing = differences(wanted, status.configs)
-            states = {s["replica_id"]: s for s in self.replicas()}
-            helpers = [r for r in status.helpers if r.state == "RUNNING"]
-            mine = [states.get(r.replica_id, {}) for r in (*status.running, *helpers)]
-            for refused in filter(None, (s.get("refused") for s in mine)):
-                if refused["user_config"] == sent:
-                    raise ServingError(f"the replicas refused it: {refused['why']}")
-            applied = all(s.get("user_config") == sent and not s["refused"] for s in mine)
-            enough = len(status.running) >= at_least and status.app == "RUNNING"
-            if not missing and applied and enough and self._queue_runs(settings):
-                return status
-            if time.monotonic() > deadline:
-                raise ServingError(
-                    f"not applied after {timeout_s:g} s: application {status.app}, deployment "
-                    f"{status.deployment}, {len(status.running)} of {status.target} replicas running"
-                    f"{', differing: ' + ', '.join(missing) if missing else ''}. {status.message}"
-                )
-            time.sleep(POLL_S)
+        states = {s["replica_id"]: s for s in self.replicas()}
+        helpers = [r for r in status.helpers if r.state == "RUNNING"]
+        mine = [states.get(r.replica_id, {}) for r in (*status.running, *helpers)]
+        for refused in filter(None, (s.get("refused") for s in mine)):
+            if refused["user_config"] == sent:
+                raise ServingError(f"the replicas refused it: {refused['why']}")
+        applied = all(s.get("user_config") == sent and not s["refused"] for s in mine)
+        return applied and self._queue_runs(settings)
 
     def _queue_runs(self, settings: Settings) -> bool:
         """Whether the job queue is as asked: running, or gone."""
@@ -291,16 +195,6 @@ def _first_replicas(settings: Settings) -> int:
     auto = autoscaling_config(settings)
     first = auto["min_replicas"] if auto["initial_replicas"] is None else auto["initial_replicas"]
     return int(first) * len(model_names(settings))
-
-
-def _why(error: Exception) -> str:
-    text = str(error)
-    if re.search(r"\b401\b", text) or "authentication" in text.lower():
-        return (
-            "the cluster wants a token (401). A local cluster's token is found by itself; for "
-            "another, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token before attaching"
-        )
-    return text
 
 
 _current: Serving | None = None
@@ -339,16 +233,9 @@ def attach(dashboard_url: str, url: str | None = None) -> Serving:
     Raises:
         ServingError: when nothing answers there, or it wants a token.
     """
-    try:
-        serving = Serving(dashboard_url, url or "", False, Settings())
-        options = serving.details().get("http_options") or {}
-    except (RuntimeError, ConnectionError, ValueError, requests.RequestException) as error:
-        raise ServingError(f"cannot attach to {dashboard_url}: {_why(error)}") from None
-    if url is None:
-        host = urlsplit(dashboard_url).hostname or LOOPBACK
-        serving.url = f"http://{host}:{options.get('port') or 8000}"
-    mine = serving.details().get("applications", {}).get(APP_NAME, {}).get("deployed_app_config")
+    serving = Serving(dashboard_url, url, False, Settings())
+    apps = serving.details().get("applications", {})
+    mine = apps.get(APP_NAME, {}).get("deployed_app_config")
     if mine:
-        queue = JOBS_NAME in serving.details().get("applications", {})
-        serving.settings = from_application(mine).replace(job_queue=queue)
+        serving.settings = from_application(mine).replace(job_queue=JOBS_NAME in apps)
     return serving

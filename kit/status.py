@@ -22,8 +22,8 @@ class Replica:
 class Status:
     """The app as Serve's controller sees it; `target` is None while there is none.
 
-    `replicas` are those of model deployments, `helpers` the others (router, postprocess); `configs`
-    has the effective config of each deployment by name.
+    `replicas` are those of the deployments that are tuned, `helpers` the others (router,
+    postprocess); `configs` has the effective config of each deployment by name.
     """
 
     app: str
@@ -43,12 +43,25 @@ class Status:
     def starting(self) -> tuple[Replica, ...]:
         return tuple(r for r in self.replicas if r.state in ("STARTING", "PENDING_ALLOCATION"))
 
+    @property
+    def failed(self) -> bool:
+        """Whether Serve has given the last config up, or replicas are ill."""
+        return self.app == "DEPLOY_FAILED" or self.deployment == "UNHEALTHY"
 
-def read_status(details: dict[str, Any]) -> Status:
-    """The kit's app in what the controller tells (`ServeInstanceDetails`)."""
-    app = details.get("applications", {}).get(APP_NAME, {})
+
+def read_status(
+    details: dict[str, Any], app_name: str = APP_NAME, tuned: tuple[str, ...] = MODELS
+) -> Status:
+    """One app in what the controller tells (`ServeInstanceDetails`), by default the kit's.
+
+    Args:
+        details: as `GET /api/serve/applications/` answers.
+        app_name: which of its apps; one that is not there is NOT_STARTED.
+        tuned: names of the deployments whose replicas count as its replicas.
+    """
+    app = details.get("applications", {}).get(app_name, {})
     deployments = app.get("deployments", {})
-    models = {name: d for name, d in deployments.items() if name in MODELS}
+    models = {name: d for name, d in deployments.items() if name in tuned}
     states = [d.get("status", "NOT_STARTED") for d in deployments.values()]
     targets = [d["target_num_replicas"] for d in models.values() if "target_num_replicas" in d]
     replicas = [
@@ -62,13 +75,21 @@ def read_status(details: dict[str, Any]) -> Status:
     return Status(
         app=app.get("status", "NOT_STARTED"),
         deployment=(sorted(ailing, key=lambda s: s != "UNHEALTHY") or states or ["NOT_STARTED"])[0],
-        message=" ".join(filter(None, texts)),
+        message=" ".join(brief(text) for text in texts if text),
         target=sum(targets) if targets else None,
         replicas=tuple(r for r in replicas if r.deployment in models),
         helpers=tuple(r for r in replicas if r.deployment not in models),
         deployed_s=app.get("last_deployed_time_s", 0.0),
         configs={name: d.get("deployment_config", {}) for name, d in deployments.items()},
     )
+
+
+def brief(text: str) -> str:
+    """A message of Serve's in which a traceback is cut to its last line: what was raised."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not any(line.lstrip().startswith(("Traceback", 'File "')) for line in lines):
+        return text
+    return f"{lines[0]} … {lines[-1]}"
 
 
 def differences(wanted: dict[str, Any], effective: dict[str, Any]) -> list[str]:
