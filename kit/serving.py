@@ -26,6 +26,7 @@ from kit.application import (
 from kit.cluster import LOOPBACK, ServingError
 from kit.connection import Applied as Applied
 from kit.connection import Connection, Plan, described, others, serve_url
+from kit.foreign import Foreign
 from kit.progress import waiting
 from kit.settings import Settings, knobs
 from kit.status import Status, read_status
@@ -223,16 +224,28 @@ def start(
     return _current
 
 
-def attach(dashboard_url: str, url: str | None = None) -> Serving:
+def attach(
+    dashboard_url: str, url: str | None = None, app: str = APP_NAME, deployment: str | None = None
+) -> Serving | Foreign:
     """Use a cluster that already runs; `shutdown` will leave it running.
 
     Args:
         dashboard_url: of its head node, for example `http://127.0.0.1:8265`.
         url: where its Serve answers; default: as the cluster itself says.
+        app: name of the application to tune; one that someone else deployed is changed only where
+            that needs no restart, see `kit.foreign`.
+        deployment: which of that application's deployments; needed only where it is not plain.
 
     Raises:
-        ServingError: when nothing answers there, or it wants a token.
+        ServingError: when nothing answers there, it wants a token, or there is no such app or
+            deployment.
     """
+    if app != APP_NAME:
+        return Foreign(dashboard_url, url, app, deployment)
+    if deployment is not None:
+        raise ServingError(
+            f"deployment = {deployment!r}: the kit's own app is tuned as a whole; leave it out"
+        )
     serving = Serving(dashboard_url, url, False, Settings())
     apps = serving.details().get("applications", {})
     mine = apps.get(APP_NAME, {}).get("deployed_app_config")
