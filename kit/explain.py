@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pandas as pd
 from IPython.display import Markdown
 
-from kit import measures
+from kit import advise, measures
 from kit.accelerator import any_profile
 from kit.figures import accelerator_note
+from kit.settings import BY_NAME, Settings
 from kit.store import Run
+from kit.view import View
 from kit.workload import source
 
 SAME = 0.1
@@ -79,31 +82,37 @@ def _effect(run: Run, before: pd.Series[float], after: pd.Series[float]) -> str:
 
 
 def dominant(run: Run) -> str:
-    """Which part of the latency dominates in the last stretch, with its share."""
+    """What is going on in the last stretch: which part of the latency dominates, why, what to try."""
+    return f"At the end: {advise.sentence(_at_the_end(run))}"
+
+
+def _at_the_end(run: Run) -> View:
+    """The last stretch of a run, after settling, as a view."""
     last = measures.phases(run).iloc[-1]
-    rows = run.requests[measures.finished_s(run.requests) >= last["from_s"]]
-    means = measures.ok(rows)[list(measures.PARTS)].mean()
-    if means.isna().all():
-        return "No request succeeded in the last stretch."
-    part = str(means.idxmax())
-    name = part.removesuffix("_s").replace("_", " ")
-    return (
-        f"At the end, {means[part] / means.sum():.0%} of the mean latency of {means.sum():.2f} s is "
-        f"{name}. {_REMEDY[part]}"
+    from_s, end_s = float(last["from_s"]), float(last["end_s"])
+    ended = measures.finished_s(run.requests)
+    done = run.changes[run.changes["error"] == ""]
+    moved_to = {c["knob"]: _value(c["knob"], c["to"]) for c in measures.records(done)}
+    return View(
+        now_s=end_s,
+        span_s=end_s - float(last["start_s"]),
+        settings=Settings(**run.experiment["settings"]).replace(**moved_to),
+        slo=run.experiment["slo"],
+        windows=measures.over_time(run),
+        recent=run.requests[(ended >= from_s) & (ended < end_s)],
+        recent_s=end_s - from_s,
+        samples=run.samples[run.samples["time_s"].between(float(last["start_s"]), end_s)],
+        changes=run.changes,
+        replica_seconds=measures.replica_seconds(run),
     )
 
 
-_REMEDY = {
-    "router_s": "Requests wait for a place in a replica: raise max_ongoing_requests or replicas.",
-    "batch_wait_s": "Requests wait behind running batches: a larger batch or more replicas help; "
-    "on an idle accelerator, a shorter batch_wait_timeout_s does.",
-    "engine_queue_s": "Requests wait for a slot or for KV cache: more of either, or more replicas.",
-    "prefill_s": "Reading the prompts takes the time: shorter prompts, or a smaller batch of them.",
-    "decode_s": "Generating takes the time: smaller batches, shorter outputs or a faster accelerator "
-    "help; more replicas only where queueing is left.",
-    "postprocess_s": "What is done with the output takes the time: a cheaper filter or check helps.",
-    "rest_s": "The way back dominates: the plumbing, not the model, is what is being measured.",
-}
+def _value(knob: str, text: str) -> Any:
+    """The value of a knob that a table of changes holds as text."""
+    try:
+        return text if BY_NAME[knob].kind == "text" else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # a word among numbers, such as auto
 
 
 def what_ran(run: Run) -> list[str]:

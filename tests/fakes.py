@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from kit.experiment import Change, Experiment
 from kit.load import REQUEST_COLUMNS, TEXT_COLUMNS
 from kit.settings import Settings
 from kit.store import CHANGE_COLUMNS, Run
+from kit.view import RECENT_S, View
 from kit.workload import Workload
 
 
@@ -66,4 +68,56 @@ def fake_run(n: int = 400, folder: Path = Path("nowhere"), duration_s: float = 6
         samples=samples_table(duration_s),
         changes=pd.DataFrame([change], columns=list(CHANGE_COLUMNS)),
         folder=folder,
+    )
+
+
+def view(
+    settings: Settings | None = None,
+    n: int = 200,
+    recent_s: float = RECENT_S,
+    slo: Mapping[str, float | None] | None = None,
+    changes: tuple[tuple[object, ...], ...] = (),
+    samples: Mapping[str, object] | None = None,
+    **columns: object,
+) -> View:
+    """A minute of steady load, well within its promises unless `columns` of its requests say so.
+
+    Router 10 ms, batch wait 10 ms, inference 0.5 s, rest 5 ms; batches of 4; one replica, half busy.
+
+    Args:
+        samples: metric, or `source metric`, → its value, or one value for each half second. Metrics
+            go to where the sampler has them; those of a replica to `replica:r1`.
+        columns: values of `REQUEST_COLUMNS`; sums (`queueing_s`, …) follow from the parts.
+    """
+    now_s = 60.0
+    recent = requests_table(n).assign(**({"batch_wait_s": 0.01} | columns))
+    recent["queueing_s"] = recent[["router_s", "batch_wait_s", "engine_queue_s"]].sum(axis=1)
+    recent["inference_s"] = recent["prefill_s"] + recent["decode_s"]
+    spans = ["queueing_s", "inference_s", "postprocess_s", "rest_s"]
+    recent["e2e_s"] = recent[spans].sum(axis=1)
+    recent["sent_s"] = now_s - np.linspace(recent_s, 0, n) - recent["e2e_s"]
+    known = {
+        "target_replicas": 1, "running_replicas": 1, "starting_replicas": 0, "users": 8,
+        "in_flight": 8, "accelerator_busy_share": 0.5, "ongoing_requests": 4,
+    } | dict(samples or {})  # fmt: skip
+    rows = []
+    for name, values in known.items():
+        *source, metric = name.split()
+        where = "serve" if metric.endswith("_replicas") else "replica:r1"
+        where = "load" if metric in ("users", "in_flight") else where
+        at_s = np.arange(0.5, now_s, 0.5)
+        each = np.broadcast_to(np.asarray(values, dtype=float), at_s.shape)
+        rows += [(t, *(source or [where]), metric, v) for t, v in zip(at_s, each, strict=True)]
+    table = pd.DataFrame(rows, columns=["time_s", "source", "metric", "value"])
+    return View(
+        now_s=now_s,
+        span_s=now_s,
+        settings=settings or Settings(),
+        slo={"e2e_p95_s": 1.5, "queueing_p95_s": 0.2} if slo is None else slo,
+        windows=pd.DataFrame(),
+        recent=recent,
+        recent_s=recent_s,
+        samples=table.sort_values("time_s", kind="stable", ignore_index=True),
+        changes=pd.DataFrame(list(changes), columns=list(CHANGE_COLUMNS)),
+        replica_seconds=60.0,
     )

@@ -1,0 +1,135 @@
+"""What the samples and the changes of a view say: replicas, accelerators, autoscaling, the last move."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from kit import measures
+from kit.application import model_names
+from kit.view import View
+
+_SLOWED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
+"""NVML's reasons that mean trouble: power cap, hardware slowdown, heat (two), power brake."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """A view's samples of its last `recent_s` unless said otherwise; NaN where there are none."""
+
+    view: View
+
+    def sampled(self, source: str, metric: str) -> pd.DataFrame:
+        """Recent samples of a metric; `source` is what its name begins with."""
+        s = self.view.samples
+        inside = (s["time_s"] >= self.view.now_s - self.view.recent_s) & (s["metric"] == metric)
+        return s[inside & s["source"].str.startswith(source)]
+
+    def mean(self, source: str, metric: str) -> float:
+        return float(self.sampled(source, metric)["value"].mean())
+
+    def latest(self, source: str, metric: str) -> float:
+        """Its last value within the span."""
+        s = self.view.samples
+        found = s[(s["source"] == source) & (s["metric"] == metric)]["value"]
+        return float(found.iloc[-1]) if len(found) else math.nan
+
+    @cached_property
+    def busy(self) -> float:
+        """Share of the time that the accelerators worked, a mean over replicas."""
+        return self.mean("replica:", "accelerator_busy_share")
+
+    @cached_property
+    def per_replica(self) -> float:
+        """Requests in flight ÷ replicas running: what the autoscaler compares with its target."""
+        in_flight = self.mean("load", "in_flight")
+        if math.isnan(in_flight):
+            in_flight = self.mean("app", "ongoing_requests")
+        return in_flight / self.running if self.running else math.nan
+
+    @property
+    def users(self) -> float:
+        return self.latest("load", "users")
+
+    @property
+    def running(self) -> float:
+        return self.latest("serve", "running_replicas")
+
+    @property
+    def target(self) -> float:
+        return self.latest("serve", "target_replicas")
+
+    @property
+    def auto(self) -> bool:
+        return self.view.settings.num_replicas == "auto"
+
+    @property
+    def most_replicas(self) -> int:
+        """`max_replicas` of all model deployments together."""
+        return self.view.settings.max_replicas * len(model_names(self.view.settings))
+
+    @cached_property
+    def short_of_s(self) -> float:
+        """How long fewer replicas than the target have been running, and none has been added."""
+        s = self.view.samples
+        table = s[s["source"] == "serve"].pivot_table(
+            index="time_s", columns="metric", values="value"
+        )
+        if not {"target_replicas", "running_replicas"} <= set(table.columns):
+            return 0.0
+        running = table["running_replicas"]
+        well = table.index[(running >= table["target_replicas"]) | (running.diff() > 0)]
+        since = well.max() if len(well) else table.index.min()
+        return float(table.index.max() - since)
+
+    @cached_property
+    def preemptions(self) -> float:
+        """Preemptions within the window, all replicas together."""
+        found = self.sampled("replica:", "preemptions").groupby("source")["value"]
+        return float((found.max() - found.min()).sum())
+
+    @cached_property
+    def throttled(self) -> float:
+        """Share of the readings in which a GPU slowed itself down; NaN without a GPU's word."""
+        reasons = self.sampled("gpu:", "throttle_reasons")["value"].dropna().astype("int64")
+        return float(((reasons & _SLOWED) != 0).mean())
+
+    @cached_property
+    def steady_target(self) -> pd.Series[float]:
+        """The replica target since the load or a knob last changed, by time."""
+        s, since = self.view.samples, self.changed_s
+        users = s[(s["source"] == "load") & (s["metric"] == "users")].set_index("time_s")["value"]
+        if len(users):
+            other = users.index[(users - users.iloc[-1]).abs() > 0.1 * users.iloc[-1]]
+            since = max(since, float(other.max()) if len(other) else -math.inf)
+        target = s[(s["source"] == "serve") & (s["metric"] == "target_replicas")]
+        return target[target["time_s"] > since].set_index("time_s")["value"]
+
+    @cached_property
+    def flips(self) -> int:
+        """How often that target turned from rising to falling or back."""
+        steps = self.steady_target.diff().dropna()
+        signs = np.sign(steps[steps != 0].to_numpy())
+        return int((signs[1:] != signs[:-1]).sum())
+
+    @cached_property
+    def changed_s(self) -> float:
+        """When the last change took effect; −∞ without any."""
+        return (
+            float(self.view.changes["applied_s"].astype(float).fillna(-math.inf).max())
+            if len(self.view.changes)
+            else -math.inf
+        )
+
+    @property
+    def last_change(self) -> str:
+        """What that was, in words."""
+        c = self.view.changes
+        return ", ".join(
+            f"{r['knob']} {r['from']} → {r['to']}"
+            for r in measures.records(c[c["applied_s"] == self.changed_s])
+        )
