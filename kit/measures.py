@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kit.settings import BY_NAME
 from kit.store import Run
 
 PARTS = (
@@ -98,10 +99,16 @@ def busy_share(run: Run) -> pd.DataFrame:
 
 
 def moves(run: Run) -> pd.DataFrame:
-    """Changes that went together: `asked_s`, `applied_s`, `label` (a text), `error`; a row each."""
+    """Changes that went together: `asked_s`, `applied_s`, `label` (a text), `error`; a row each.
+
+    A mark, which a person sets and which changes nothing, is one of them: `mark: text`.
+    """
     rows = []
     for asked_s, group in run.changes.groupby("asked_s", sort=True):
-        texts = [f"{c.knob} {c['from']} → {c.to}" for _, c in group.iterrows()]
+        texts = [
+            f"mark: {c.to}" if c.knob == "mark" else f"{c.knob} {c['from']} → {c.to}"
+            for _, c in group.iterrows()
+        ]
         rows.append((asked_s, group["applied_s"].iloc[0], ", ".join(texts), group["error"].iloc[0]))
     return pd.DataFrame(rows, columns=["asked_s", "applied_s", "label", "error"])
 
@@ -237,6 +244,8 @@ def summary(run: Run) -> dict[str, Any]:
     span_s = float(finished_s(good).max() - run.requests["sent_s"].min()) if len(good) else math.nan
     good_share, gaps_s = good_fraction(run), itl_s(run.requests)
     attempts = int((run.requests["outcome"] != "left").sum())
+    # Changes of the load and marks reach no replica.
+    sent = run.changes[run.changes["knob"].isin(BY_NAME)]
     found: dict[str, Any] = {
         "run_id": run.run_id,
         "status": run.status,
@@ -260,10 +269,8 @@ def summary(run: Run) -> dict[str, Any]:
         "max_running_replicas": float(series(run, "serve", "running_replicas").max()),
         "replica_seconds": replica_seconds(run),
         "accelerator_busy_share_mean": float(busy_share(run)["busy_share"].mean()),
-        "change_applied_median_s": float(
-            (run.changes["applied_s"] - run.changes["asked_s"]).median()
-        ),
-        "restarted_replicas": float(run.changes["restarted_replicas"].sum()),
+        "change_applied_median_s": float((sent["applied_s"] - sent["asked_s"]).median()),
+        "restarted_replicas": float(sent["restarted_replicas"].sum()),
     }
     plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in found.items()}
     return plain | {
