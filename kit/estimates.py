@@ -1,0 +1,178 @@
+"""The figures of a stretch of load that comparisons are made of, each with its resamples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from kit import bootstrap, measures
+from kit.bootstrap import Floats
+from kit.stretch import Stretch
+
+LEAST = 10
+"""Fewer requests, or samples, than this give no interval."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure that is compared. `better` says which way; a figure without one is only told."""
+
+    name: str
+    heading: str
+    unit: str
+    better: Literal["lower", "higher", ""]
+    column: str = ""
+    share: float | None = None
+
+
+MEASURES = (
+    Measure("e2e_p50_s", "E2E p50", "s", "lower", "e2e_s", 0.5),
+    Measure("e2e_p95_s", "E2E p95", "s", "lower", "e2e_s", 0.95),
+    Measure("queueing_p95_s", "queueing p95", "s", "lower", "queueing_s", 0.95),
+    Measure("inference_p95_s", "inference p95", "s", "lower", "inference_s", 0.95),
+    Measure("throughput_rps", "throughput", "requests/s", "higher"),
+    Measure("output_tokens_per_s", "output", "tokens/s", "higher"),
+    Measure("batch_size_mean_requests", "mean batch", "requests", ""),
+    Measure("good_fraction", "within all promises", "%", "higher"),
+    Measure("replicas_mean", "mean running replicas", "replicas", "lower"),
+)
+"""All of them, in order; replicas are the cost, so fewer are better."""
+
+BY_NAME = {m.name: m for m in MEASURES}
+
+
+def resampled(
+    stretch: Stretch, slo: Mapping[str, float | None], rng: np.random.Generator
+) -> dict[str, tuple[float, Floats]]:
+    """Each figure of a stretch, with its value in each of `bootstrap.RESAMPLES` resamples.
+
+    All NaN where there is too little to resample; of a percentile the value too. Requests are drawn
+    in the order in which they ended, in whole blocks of attempts, so that figures of one resample
+    belong together. `slo`: promises in seconds by name, as in a run's experiment.
+    """
+    table = stretch.requests()
+    good = np.asarray(table["outcome"] == "ok", dtype=np.float64)
+    # Rates are what ended ÷ the time it took: each request carries the time since the one before,
+    # and the first, on the circle, also what was left after the last.
+    ends = np.asarray(table["ended_s"], dtype=np.float64)
+    gaps: Floats = np.diff(ends, prepend=np.float64(stretch.from_s))
+    if len(gaps):
+        gaps[0] += stretch.to_s - ends[-1]
+    tokens: Floats = np.nan_to_num(table["output_tokens"].to_numpy(dtype=float)) * good
+    sizes = table["batch_size"].to_numpy(dtype=float)
+    batched = good * ~np.isnan(sizes)
+    every: Floats = np.ones(len(table))
+    sums: dict[str, tuple[Floats, Floats]] = {  # figure: what is summed over what
+        "throughput_rps": (good, gaps),
+        "output_tokens_per_s": (tokens, gaps),
+        "batch_size_mean_requests": (np.nan_to_num(sizes) * batched, batched),
+        "good_fraction": (_within(table, slo), every),
+    }
+    columns: dict[str, Floats] = {
+        m.column: np.where(good > 0, table[m.column].to_numpy(dtype=float), math.nan)
+        for m in MEASURES
+        if m.column
+    }
+    found = figures_of(columns, sums, rng)
+    if not len(table) and stretch.to_s > stretch.from_s:
+        for rate in ("throughput_rps", "output_tokens_per_s"):
+            found[rate] = (0.0, found[rate][1])
+    running = measures.series(stretch.run, "serve", "running_replicas")
+    inside = running[(running.index >= stretch.from_s) & (running.index < stretch.to_s)]
+    values = np.asarray(inside, dtype=np.float64)
+    found |= figures_of({}, {"replicas_mean": (values, np.ones_like(values))}, rng)
+    return found
+
+
+def _within(table: pd.DataFrame, slo: Mapping[str, float | None]) -> Floats:
+    """1 for each attempt that keeps all promises, as `measures.good_fraction` counts; else 0."""
+    met = table["outcome"] == "ok"
+    for name, limit_s in slo.items():
+        if limit_s is None:
+            continue
+        values = table[name.replace("_p95_s", "_s")]
+        if values.isna().all():
+            return np.full(len(table), math.nan)
+        within = values <= limit_s
+        if name == "tpot_p95_s":
+            within |= table["output_tokens"] < 2
+        met &= within
+    return np.asarray(met, dtype=np.float64)
+
+
+def figures_of(
+    columns: Mapping[str, Floats],
+    sums: Mapping[str, tuple[Floats, Floats]],
+    rng: np.random.Generator,
+) -> dict[str, tuple[float, Floats]]:
+    """Percentiles of columns and ratios of sums over the same rows, each with its resamples.
+
+    Args:
+        columns: by name (`Measure.column`), NaN where a row does not count.
+        sums: by the name of the figure, what is summed over what.
+        rng: draws the blocks.
+    """
+    n = len(next(iter([*columns.values(), *(top for top, _ in sums.values())])))
+    ones = np.ones((1, n), np.int32)
+    names = [*(m.name for m in MEASURES if m.column in columns), *sums]
+    values = {k: float(v[0]) for k, v in _of(columns, sums, ones).items()}
+    unknown = np.full(bootstrap.RESAMPLES, math.nan)
+    if n < LEAST:
+        return {k: (math.nan if BY_NAME[k].column else values[k], unknown) for k in names}
+    block = min(
+        2 * max(map(bootstrap.block_length, _influences(columns, sums, values))), max(1, n // 8)
+    )
+    chunks = [_of(columns, sums, c) for c in bootstrap.resamples(n, block, rng)]
+    found = {}
+    for name in names:
+        m = BY_NAME[name]
+        draws = bootstrap.widened(np.concatenate([c[name] for c in chunks]), n // block)
+        if m.column:
+            # So few might all lie on one side of the percentile: they bound it from one side only.
+            least = max(LEAST, math.log(0.025) / math.log(m.share or 0.5))
+            if np.count_nonzero(~np.isnan(columns[m.column])) < least:
+                found[name] = (math.nan, unknown)
+                continue
+        found[name] = (values[name], draws.clip(0, 1 if m.unit == "%" else None))
+    return found
+
+
+def _of(
+    columns: Mapping[str, Floats],
+    sums: Mapping[str, tuple[Floats, Floats]],
+    counts: bootstrap.Counts,
+) -> dict[str, Floats]:
+    """The figures of resamples that hold each row so many times."""
+    found: dict[str, Floats] = {}
+    weights = counts.astype(float)
+    for column, values in columns.items():
+        wanted = [m for m in MEASURES if m.column == column]
+        shares = tuple(m.share or 0.5 for m in wanted)
+        each = bootstrap.quantiles(values, counts, shares)
+        found |= {m.name: each[:, k] for k, m in enumerate(wanted)}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for name, (top, bottom) in sums.items():
+            found[name] = (weights @ top) / (weights @ bottom)
+    return found
+
+
+def _influences(
+    columns: Mapping[str, Floats],
+    sums: Mapping[str, tuple[Floats, Floats]],
+    values: Mapping[str, float],
+) -> list[Floats]:
+    """How each row moves each figure: what depends on its neighbours here makes blocks long."""
+    rows = [
+        np.where(
+            np.isnan(columns[m.column]), 0.0, (columns[m.column] > values[m.name]) - 1 + m.share
+        )
+        for m in MEASURES
+        if m.column in columns and m.share
+    ]
+    rows += [top - values[name] * bottom for name, (top, bottom) in sums.items()]
+    return [np.zeros(1), *(r for r in rows if not np.isnan(r).any())]
