@@ -129,8 +129,9 @@ def phases(run: Run, settle: float = 0.3) -> pd.DataFrame:
     """
     end_s = float(run.experiment["workload"]["duration_s"])
     applied = moves(run).dropna(subset="applied_s")
-    starts = [0.0, *applied["applied_s"]]
-    ends = [*applied["asked_s"], end_s]
+    # A mark may be set while a change is still being applied: stretches never run backwards.
+    starts = np.maximum.accumulate([0.0, *applied["applied_s"]])
+    ends = np.maximum([*applied["asked_s"], end_s], starts)
     labels = ["start", *applied["label"]]
     good, busy = ok(run.requests), busy_share(run)
     running = series(run, "serve", "running_replicas")
