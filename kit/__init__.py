@@ -9,7 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kit import breakdown, explain, explain_apps, figures, figures_apps, measures, report
+    from kit import (
+        breakdown,
+        compare,
+        explain,
+        explain_apps,
+        export,
+        figures,
+        figures_apps,
+        measures,
+        report,
+    )
     from kit.experiment import SLOS, Change, Experiment, Slo, run, run_many
     from kit.serving import attach, start
     from kit.settings import PRESETS, Settings, knobs
@@ -20,14 +30,14 @@ _HOMES = {
     "Change": "experiment", "Experiment": "experiment", "Slo": "experiment", "SLOS": "experiment",
     "run": "experiment", "run_many": "experiment", "attach": "serving", "start": "serving",
     "PRESETS": "settings", "Settings": "settings", "knobs": "settings", "load": "store",
-    "Stage": "workload", "Workload": "workload", "breakdown": "", "explain": "",
-    "explain_apps": "", "figures": "", "figures_apps": "", "measures": "", "report": "",
+    "Stage": "workload", "Workload": "workload", "breakdown": "", "compare": "", "explain": "",
+    "explain_apps": "", "export": "", "figures": "", "figures_apps": "", "measures": "", "report": "",
 }  # fmt: skip
 
 __all__ = [  # noqa: RUF022  grouped as people use them
     "Settings", "knobs", "PRESETS", "Workload", "Stage", "Experiment", "Change", "Slo", "SLOS",
     "start", "attach", "run", "run_many", "load", "measures", "breakdown", "figures",
-    "figures_apps", "explain", "explain_apps", "report",
+    "figures_apps", "explain", "explain_apps", "compare", "export", "report",
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ replica really runs. Nothing of this needs to be on the cluster's machine.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -136,21 +137,8 @@ class Serving(Connection):
 
     def config(self, settings: Settings) -> dict[str, Any]:
         """The full declarative config, as `serve deploy` takes it."""
-        at = urlsplit(self.url)
-        return {
-            "proxy_location": "HeadOnly",
-            "http_options": {
-                "host": at.hostname,
-                "port": at.port,
-                "request_timeout_s": settings.request_timeout_s,
-            },
-            "applications": [
-                application(settings),
-                MONITOR_APP,
-                *([self._job_queue()] if settings.job_queue else []),
-                *others(self.details(), _MINE),
-            ],
-        }
+        queue = [self._job_queue()] if settings.job_queue else []
+        return declarative(settings, self.url, [*queue, *others(self.details(), _MINE)])
 
     def _job_queue(self) -> dict[str, Any]:
         """The job queue's application; its broker is started on first use, until `shutdown`."""
@@ -190,6 +178,22 @@ class Serving(Connection):
         if settings.job_queue and app and app["status"] == "DEPLOY_FAILED":
             raise ServingError(f"the job queue failed to start: {app['message']}")
         return bool(app) is settings.job_queue and (app or {}).get("status") in (None, "RUNNING")
+
+
+def declarative(
+    settings: Settings, url: str = f"http://{LOOPBACK}:8000", beside: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Serve's declarative config of settings, answering at `url`, with other apps `beside`."""
+    at = urlsplit(url)
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {
+            "host": at.hostname,
+            "port": at.port,
+            "request_timeout_s": settings.request_timeout_s,
+        },
+        "applications": [application(settings), MONITOR_APP, *beside],
+    }
 
 
 def _first_replicas(settings: Settings) -> int:
