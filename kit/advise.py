@@ -129,17 +129,16 @@ def _against_timeouts(e: Evidence) -> tuple[str, tuple[str, ...]]:
 
 def _settling(e: Evidence) -> Finding | None:
     count, age_s = len(e.good), e.view.now_s - e.changed_s
-    so_far = f" So far: {where(e, e.focus)}." if count else ""
+    place = where(e, e.focus) if count else ""
+    so_far = f" So far {place[0].lower()}{place[1:]}." if place else ""
     if age_s < SETTLE_S:
         text = (
             f"Still settling: {e.last_change} took effect {age_s:.1f} s ago, and {count} requests"
         )
         return Finding("settling", f"{text} have succeeded since.{so_far}")
     if count < ENOUGH:
-        text = (
-            f"Too early to judge: {count} requests have succeeded in {e.view.recent_s:.0f} s, and"
-        )
-        return Finding("too_few", f"{text} {ENOUGH} say something.{so_far}")
+        text = f"Too early to judge: {count} requests have succeeded in {e.view.recent_s:.0f} s"
+        return Finding("too_few", f"{text}; {ENOUGH} would say something.{so_far}")
     return None
 
 

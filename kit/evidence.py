@@ -123,13 +123,15 @@ class Evidence(Sampled):
         """The group of parts to act on: the one to blame for a missed promise, or the largest."""
         largest = max(GROUPS, key=self.group_s)
         missed = {p.name for p in self.missed}
-        if not missed or "e2e_p95_s" in missed:
-            return largest
+        if "e2e_p95_s" in missed:
+            # Where inference alone would keep the promise, what is promised of queueing comes first.
+            fits = self.p95_s("inference") <= (self.view.slo["e2e_p95_s"] or 0)
+            return "queueing" if fits and "queueing_p95_s" in missed else largest
         if "queueing_p95_s" in missed:
             return "queueing"
         if "ttft_p95_s" in missed and self.group_s("queueing") >= self.parts["prefill_s"]:
             return "queueing"
-        return "inference"
+        return "inference" if missed else largest
 
     # Batches.
 

@@ -23,19 +23,27 @@ class Sampled:
 
     view: View
 
+    @cached_property
+    def _by_metric(self) -> dict[str, pd.DataFrame]:
+        return {str(name): table for name, table in self.view.samples.groupby("metric")}
+
+    def all_of(self, metric: str) -> pd.DataFrame:
+        """Samples of a metric within the view's span."""
+        return self._by_metric.get(metric, self.view.samples.iloc[:0])
+
     def sampled(self, source: str, metric: str) -> pd.DataFrame:
         """Recent samples of a metric; `source` is what its name begins with."""
-        s = self.view.samples
-        inside = (s["time_s"] >= self.view.now_s - self.view.recent_s) & (s["metric"] == metric)
-        return s[inside & s["source"].str.startswith(source)]
+        s = self.all_of(metric)
+        s = s[s["time_s"] >= self.view.now_s - self.view.recent_s]
+        return s[s["source"].str.startswith(source)]
 
     def mean(self, source: str, metric: str) -> float:
         return float(self.sampled(source, metric)["value"].mean())
 
     def latest(self, source: str, metric: str) -> float:
         """Its last value within the span."""
-        s = self.view.samples
-        found = s[(s["source"] == source) & (s["metric"] == metric)]["value"]
+        s = self.all_of(metric)
+        found = s[s["source"] == source]["value"]
         return float(found.iloc[-1]) if len(found) else math.nan
 
     @cached_property
@@ -75,15 +83,16 @@ class Sampled:
     @cached_property
     def short_of_s(self) -> float:
         """How long fewer replicas than the target have been running, and none has been added."""
-        s = self.view.samples
-        table = s[s["source"] == "serve"].pivot_table(
-            index="time_s", columns="metric", values="value"
-        )
-        if not {"target_replicas", "running_replicas"} <= set(table.columns):
+        counts = {
+            m: self.all_of(m).groupby("time_s")["value"].last()
+            for m in ("target_replicas", "running_replicas")
+        }
+        table = pd.DataFrame(counts).dropna()
+        if not len(table):
             return 0.0
         running = table["running_replicas"]
-        well = table.index[(running >= table["target_replicas"]) | (running.diff() > 0)]
-        since = well.max() if len(well) else table.index.min()
+        fine = table.index[(running >= table["target_replicas"]) | (running.diff() > 0)]
+        since = fine.max() if len(fine) else table.index.min()
         return float(table.index.max() - since)
 
     @cached_property
@@ -101,12 +110,12 @@ class Sampled:
     @cached_property
     def steady_target(self) -> pd.Series[float]:
         """The replica target since the load or a knob last changed, by time."""
-        s, since = self.view.samples, self.changed_s
-        users = s[(s["source"] == "load") & (s["metric"] == "users")].set_index("time_s")["value"]
+        since = self.changed_s
+        users = self.all_of("users").set_index("time_s")["value"]
         if len(users):
             other = users.index[(users - users.iloc[-1]).abs() > 0.1 * users.iloc[-1]]
             since = max(since, float(other.max()) if len(other) else -math.inf)
-        target = s[(s["source"] == "serve") & (s["metric"] == "target_replicas")]
+        target = self.all_of("target_replicas")
         return target[target["time_s"] > since].set_index("time_s")["value"]
 
     @cached_property

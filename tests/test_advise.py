@@ -333,12 +333,21 @@ def test_what_may_be_better_comes_behind_what_is_well() -> None:
 
 @pytest.mark.parametrize(
     ("promise", "rule"),
-    [({"queueing_p95_s": 0.2}, "batch_never_fills"), ({"tpot_p95_s": 0.01}, "batch_too_large")],
+    [
+        ({"queueing_p95_s": 0.2}, "batch_never_fills"),
+        ({"queueing_p95_s": 0.2, "e2e_p95_s": 0.8}, "batch_never_fills"),  # inference fits
+        ({"queueing_p95_s": 0.2, "e2e_p95_s": 0.45}, "batch_too_large"),
+        ({"queueing_p95_s": None, "e2e_p95_s": 0.8}, "batch_too_large"),
+        ({"ttft_p95_s": 0.3}, "batch_never_fills"),
+        ({"tpot_p95_s": 0.01}, "batch_too_large"),
+    ],
 )
 def test_the_missed_promise_decides_which_part_is_explained(
-    promise: dict[str, float], rule: str
+    promise: dict[str, float | None], rule: str
 ) -> None:
-    seen = view(Settings(batch_wait_timeout_s=0.5), slo=promise, batch_wait_s=0.4, tpot_s=0.02)
+    seen = view(
+        Settings(batch_wait_timeout_s=0.5), slo=promise, batch_wait_s=0.4, tpot_s=0.02, ttft_s=0.5
+    )
     first = advise.findings(seen)[0]
     assert (first.rule, first.severity) == (rule, "trouble")
 
