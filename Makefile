@@ -34,8 +34,13 @@ bench: setup
 	@$(PY) tests/bench.py
 	@$(PY) tests/bench_vllm.py
 
+# `make lab L="--no-browser --port 8890"` passes options to JupyterLab.
+NOTEBOOKS ?= notebooks
+L ?=
+FIRST := live_tuning.ipynb
 lab: setup
-	@.venv/bin/jupyter lab --ip 127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+	@.venv/bin/jupyter lab --ip 127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
+	  $(if $(wildcard $(NOTEBOOKS)/$(FIRST)),--LabApp.default_url=/lab/tree/$(FIRST)) $(L) $(NOTEBOOKS)
 
 setup: $(DONE) $(MODEL)
 
