@@ -2,6 +2,10 @@
 
 `python -m kit.report -p users 64` executes `notebooks/report.ipynb` with papermill and writes a
 folder with the HTML, the executed notebook, the run's tables and `summary.json`.
+
+With `recorded`, the folder of a run that is there already, nothing is deployed and no load is sent:
+the report tells of that run. It goes to a new folder in `reports/`, never into the run's own, so that
+a session can be reported on again, and while it lasts.
 """
 
 from __future__ import annotations
@@ -9,162 +13,40 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import difflib
+import html
 import json
+import subprocess
 import sys
-import types
-from collections.abc import Mapping
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from kit import measures, store
-from kit.experiment import Change, Experiment, Slo
-from kit.settings import PRESETS, Settings, SettingsError
+from kit import experiment, measures, store
+from kit.progress import waiting
+from kit.report_parameters import (
+    Parameters,
+    ReportError,
+    comparison,
+    main_experiment,
+    read_parameters,
+    settings,
+)
 from kit.store import Run
-from kit.workload import Workload, WorkloadError
+
+if TYPE_CHECKING:
+    from IPython.display import Markdown
+
+    from kit.serving import Serving
+
+__all__ = [  # noqa: RUF022  as people use them
+    "Parameters", "ReportError", "read_parameters", "main_experiment", "comparison", "folder",
+    "start", "main_run", "compared", "left_out", "marks", "write_summary", "of", "main",
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "notebooks" / "report.ipynb"
-
-
-class ReportError(ValueError):
-    """Parameters that the report does not take; the text names them and what it does take."""
-
-
-class Parameters(BaseModel):
-    """What the report can be asked for. The notebook's `parameters` cell repeats the defaults.
-
-    Raises:
-        ReportError: for an unknown name, a wrong type, or values that the knobs do not take.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    app: str = "batched"
-    accelerator: str = "h100.llama-3.1-8b.bf16"
-    time_scale: float = 0.15
-    lengths: str = "azure-2023-conv"
-    users: int = 32
-    think_time_s: float = 0.0
-    duration_s: float = 90.0
-    seed: int = 1
-    max_batch_size: int = 4
-    batch_wait_timeout_s: float = 0.01
-    max_ongoing_requests: int = 64
-    later_max_batch_size: int = 16
-    later_batch_wait_timeout_s: float = 0.05
-    max_replicas: int = 4
-    target_ongoing_requests: float = 8.0
-    upscale_delay_s: float = 2.0
-    look_back_period_s: float = 4.0
-    slo_e2e_p95_s: float = 1.5
-    slo_queueing_p95_s: float = 0.2
-    compare_duration_s: float = 12.0
-    port: int = 8000
-    folder: str = ""
-
-    def __init__(self, **values: Any) -> None:
-        known = type(self).model_fields
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-                raise ReportError(
-                    f"no parameter {name!r}; did you mean {near!r}? There are: {', '.join(known)}"
-                )
-        try:
-            super().__init__(**values)
-            main_experiment(self)
-            comparison(self)
-        except ValidationError as error:
-            lines = [
-                f"{e['loc'][0]} = {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}"
-                for e in error.errors()
-            ]
-            raise ReportError("\n".join(lines)) from None
-        except (SettingsError, WorkloadError) as error:
-            raise ReportError(str(error)) from None
-
-
-def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
-    """The parameters as a notebook's globals hold them, right after its `parameters` cell.
-
-    papermill only warns of names that the notebook does not know; here they are an error.
-    """
-    from IPython import get_ipython  # type: ignore[attr-defined]
-
-    shell = get_ipython()  # type: ignore[no-untyped-call]
-    hidden = set(shell.user_ns_hidden) if shell else set()
-    return Parameters(
-        **{
-            name: value
-            for name, value in namespace.items()
-            if not name.startswith("_")
-            and name not in hidden
-            and not isinstance(value, types.ModuleType)
-        }
-    )
-
-
-def _settings(p: Parameters) -> Settings:
-    return Settings(
-        app=p.app,
-        accelerator=p.accelerator,
-        time_scale=p.time_scale,
-        max_batch_size=p.max_batch_size,
-        batch_wait_timeout_s=p.batch_wait_timeout_s,
-        max_ongoing_requests=p.max_ongoing_requests,
-        upscale_delay_s=p.upscale_delay_s,
-        look_back_period_s=p.look_back_period_s,
-    )
-
-
-def _workload(p: Parameters, duration_s: float) -> Workload:
-    return Workload(
-        lengths=p.lengths,
-        users=p.users,
-        think_time_s=p.think_time_s,
-        duration_s=duration_s,
-        seed=p.seed,
-    )
-
-
-def main_experiment(p: Parameters) -> Experiment:
-    """Batches enlarged at 25 %, their wait at 45 %, autoscaling opened at 62 % of the run."""
-    first, second, third = (round(p.duration_s * share) for share in (0.25, 0.45, 0.62))
-    return Experiment(
-        settings=_settings(p),
-        workload=_workload(p, p.duration_s),
-        timeline=(
-            Change(first, "max_batch_size", p.later_max_batch_size),
-            Change(second, "batch_wait_timeout_s", p.later_batch_wait_timeout_s),
-            Change(third, "num_replicas", "auto"),
-            Change(third, "max_replicas", p.max_replicas),
-            Change(third, "target_ongoing_requests", p.target_ongoing_requests),
-        ),
-        slo=Slo(p.slo_e2e_p95_s, p.slo_queueing_p95_s),
-        name="main",
-    )
-
-
-def comparison(p: Parameters) -> list[Experiment]:
-    """The same load on one replica: chat and throughput presets, unbatched, continuous.
-
-    In this order because only the last two need new replicas.
-    """
-    base = _settings(p)
-    slo = Slo(p.slo_e2e_p95_s, p.slo_queueing_p95_s)
-    batched = base.replace(app="batched")
-    return [
-        Experiment(settings, _workload(p, p.compare_duration_s), slo=slo, name=name)
-        for name, settings in {
-            "chat": batched.replace(**PRESETS["chat"]),
-            "throughput": batched.replace(**PRESETS["throughput"]),
-            "unbatched": base.replace(app="unbatched"),
-            "continuous": base.replace(app="continuous"),
-        }.items()
-    ]
+EXPERIMENT_TAG = "experiment"
+"""Of cells that speak of the report's own experiment: a report on another run is made without."""
 
 
 def folder(p: Parameters) -> Path:
@@ -172,10 +54,58 @@ def folder(p: Parameters) -> Path:
     return Path(p.folder) if p.folder else ROOT / "reports" / store.new_id("report")
 
 
-def write_summary(run: Run) -> dict[str, Any]:
-    """Write the run's `summary.json` beside its tables, and return it."""
+def start(p: Parameters) -> Serving | None:
+    """Ray and Serve for the report's own runs; None for a recorded one."""
+    if p.recorded:
+        return None
+    from kit import serving
+
+    return serving.start(settings(p), port=p.port)
+
+
+def main_run(p: Parameters, serving: Serving | None, place: Path) -> Run:
+    """The run that the report is about: recorded, or run now into `place`."""
+    if serving is None:
+        return store.load(Path(p.recorded))
+    return experiment.run(main_experiment(p), serving, place)
+
+
+def compared(p: Parameters, serving: Serving | None, place: Path) -> dict[str, Run] | None:
+    """The runs of the comparison by name, after which `serving` is shut down; None if recorded."""
+    if serving is None:
+        return None
+    runs = experiment.run_many(comparison(p), serving, place / "compare")
+    serving.shutdown()
+    return {r.experiment["name"]: r for r in runs}
+
+
+def left_out(p: Parameters) -> Markdown | None:
+    """Why a report on a recorded run has no comparison of batches; None for the others."""
+    if not p.recorded:
+        return None
+    from IPython.display import Markdown
+
+    return Markdown(
+        "*The comparison of ways to batch is left out: it would deploy and load four more servers, "
+        "and this report is on a run that was recorded.*"
+    )
+
+
+def marks(run: Run) -> Markdown | None:
+    """What people noted while the run was recorded, with its second; None when they did not."""
+    from IPython.display import Markdown
+
+    rows = run.changes[run.changes["knob"] == "mark"].sort_values("asked_s")
+    if not len(rows):
+        return None
+    lines = [f"- {m['asked_s']:.1f} s: {html.escape(m['to'])}" for m in measures.records(rows)]
+    return Markdown("\n".join(["## Marks", "", *lines]))
+
+
+def write_summary(run: Run, place: Path | None = None) -> dict[str, Any]:
+    """Write the run's `summary.json` into `place`, by default beside its tables; return it."""
     found = measures.summary(run)
-    (run.folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
+    ((place or run.folder) / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
     return found
 
 
@@ -186,6 +116,31 @@ def point_latest(place: Path) -> None:
     part.unlink(missing_ok=True)
     part.symlink_to(place.name)
     part.replace(link)
+
+
+def of(run_folder: Path, progress: bool = True) -> Path:
+    """Report on a recorded run, in a process of its own; returns the path of its report.html.
+
+    Takes some seconds and starts no server, so it may be called from any thread, and while the run
+    lasts. The report goes to a new folder in `reports/`; the run's folder is only read.
+
+    Raises:
+        ReportError: when no run is there, or the report fails; with the last lines of what it said.
+    """
+    run_folder = Path(run_folder).resolve()
+    place = folder(Parameters(recorded=str(run_folder))).resolve()
+    command = [sys.executable, "-m", "kit.report"]
+    for name, value in (("recorded", run_folder), ("folder", place)):
+        command += ["-p", name, str(value)]
+    with waiting("making the report") if progress else contextlib.nullcontext():
+        done = subprocess.run(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
+        )  # fmt: skip
+    if done.returncode:
+        last = "\n".join(deque(done.stdout.strip().splitlines(), 8))
+        raise ReportError(f"the report on {run_folder} failed:\n{last}")
+    return place / "report.html"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -204,7 +159,9 @@ def main(argv: list[str] | None = None) -> int:
     place = folder(parameters).resolve()
     place.mkdir(parents=True, exist_ok=True)
     code = _execute(parameters, place)
-    with contextlib.suppress(store.StoreError):
+    with contextlib.suppress(
+        store.StoreError
+    ):  # also of a recorded run, whose tables lie elsewhere
         store.settle(place)
         run = store.load(place)
         if code == 0 and run.status != "complete":
@@ -225,14 +182,21 @@ def _literal(text: str) -> Any:
 
 
 def _execute(parameters: Parameters, place: Path) -> int:
+    import nbformat
     import papermill
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     given = parameters.model_dump(exclude_defaults=True) | {"folder": str(place)}
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    if parameters.recorded:
+        given["recorded"] = str(Path(parameters.recorded).resolve())
+        notebook.cells = [
+            c for c in notebook.cells if EXPERIMENT_TAG not in c.metadata.get("tags", [])
+        ]
     try:
         papermill.execute_notebook(
-            NOTEBOOK, place / "report.ipynb", given, cwd=ROOT, kernel_name="python3",
+            notebook, place / "report.ipynb", given, cwd=ROOT, kernel_name="python3",
             progress_bar=False, stderr_file=sys.stderr,
         )  # fmt: skip
     except PapermillExecutionError as error:
@@ -259,10 +223,10 @@ def _export(place: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
-    html, _ = HTMLExporter(
+    text, _ = HTMLExporter(
         exclude_input=True, exclude_output_prompt=True, exclude_input_prompt=True
     ).from_notebook_node(notebook)
-    (place / "report.html").write_text(html)
+    (place / "report.html").write_text(text)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,19 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
 import pandas as pd
 import psutil
 import pytest
+from fakes import fake_run
 
-from kit import store
+from kit import compare, explain, explain_apps, figures, measures, report, store
 from kit.report import NOTEBOOK, ROOT, Parameters, ReportError, main
+from kit.settings import Settings
+from kit.store import CHANGE_COLUMNS, Run
 
 SHORT = {"duration_s": 24.0, "compare_duration_s": 4.0, "users": 24}
 
@@ -65,6 +69,9 @@ def test_notebook_is_clean_and_thin() -> None:
         ({"users": 2.5}, "users = 2.5"),
         ({"app": "batch"}, "app = 'batch': must be 'batched' or 'unbatched'"),
         ({"max_replicas": 0}, "max_replicas = 0"),
+        ({"recorded": "nowhere"}, "recorded = 'nowhere': no run is there"),
+        ({"recorded": "x", "users": 32, "folder": "y"}, "users: not with recorded = 'x'"),
+        ({"recorded": 3}, "recorded = 3"),
     ],
 )
 def test_o24_wrong_parameters_are_refused_before_anything_starts(
@@ -264,3 +271,113 @@ def test_o24_plain_papermill_refuses_unknown_names_before_anything_starts(tmp_pa
         assert done.returncode != 0
         assert text in done.stderr
         assert "raylet" not in done.stderr
+
+
+SESSION = (
+    ("max_batch_size", "8", "16", 10.0, 10.6, 0.0, ""),
+    ("mark", "", "while <b>it</b> is applied", 10.3, 10.3, 0.0, ""),
+    ("users", "8", "0", 20.0, 20.0, 0.0, ""),
+    ("mark", "", "quiet", 20.4, 20.4, 0.0, ""),
+    ("users", "0", "8", 40.0, 40.0, 0.0, ""),
+    ("num_replicas", "1", "auto", 50.0, float("nan"), 0.0, "Serve was away"),
+)
+"""Changes of a session: one overlaps a mark, one begins a pause, one is refused."""
+
+
+def session(folder: Path, n: int = 400, **settings: object) -> Run:
+    """A recorded session on disk: no timeline, load off from 20 to 40 s."""
+    run = fake_run(n, folder)
+    experiment = run.experiment | {"settings": Settings(**settings).model_dump(), "timeline": []}
+    requests = run.requests[~run.requests["sent_s"].between(19, 40)].reset_index(drop=True)
+    run = replace(
+        run,
+        run_id="20260131-184500-session-1f3a",
+        experiment=experiment | {"name": "session"},
+        environment=store.environment(),
+        notes=("recorded in the panel",),
+        requests=requests,
+        changes=pd.DataFrame(list(SESSION), columns=list(CHANGE_COLUMNS)),
+    )
+    store.write(run)
+    run.requests.to_csv(folder / "requests.csv", index=False)
+    run.samples.to_csv(folder / "samples.csv", index=False)
+    return store.load(folder)
+
+
+def test_a_recorded_run_is_reported_without_deploying_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = session(tmp_path / "session", app="continuous", engine="vllm", num_cpus=1.0)
+    before = {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in run.folder.iterdir()}
+    place = tmp_path / "reports" / "one"
+    monkeypatch.setattr(report, "folder", lambda p: place)
+    page = report.of(run.folder, progress=False)
+    assert page == place / "report.html"
+    html = page.read_text()
+    assert html.count("<img") == 2, "the run and its distribution, no comparison"
+    for words in (
+        "continuous app", "vLLM", "recorded in the panel", "Marks", "20.4 s: quiet",
+        "while &lt;b&gt;it", "refused: Serve was away", "comparison of ways to batch is left out",
+    ):  # fmt: skip
+        assert words in html, words
+    for words in ("three changes while it runs", "Batches compared", "Takeaway", "read_parameters"):
+        assert words not in html, words
+    summary = json.loads((place / "summary.json").read_text())
+    assert summary["run_id"] == run.run_id
+    assert summary["change_applied_median_s"] == pytest.approx(0.6)
+    after = {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in run.folder.iterdir()}
+    assert after == before, "the run's own folder is only read"
+    assert (place.parent / "latest").resolve() == place.resolve()
+
+
+def test_a_report_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ReportError, match="no run is there"):
+        report.of(tmp_path, progress=False)
+    run = session(tmp_path / "session")
+    monkeypatch.setattr(report, "folder", lambda p: run.folder)
+    with pytest.raises(ReportError, match="failed:\nreport: folder = .* is the recorded run's own"):
+        report.of(run.folder, progress=False)
+
+
+def test_o24_a_cell_as_it_stands_gives_no_parameter(tmp_path: Path) -> None:
+    """The notebook's globals hold every default: beside `recorded` they are not given."""
+    folder = str(session(tmp_path).folder)
+    asked = notebook_parameters() | {"recorded": folder}
+    assert report.read_parameters(asked).recorded == folder
+    with pytest.raises(ReportError, match="users, seed: not with recorded"):
+        report.read_parameters(asked | {"users": 8, "seed": 3})
+    with pytest.raises(ReportError, match=r"users = 32\.0"):
+        report.read_parameters(notebook_parameters() | {"users": 32.0})
+
+
+@pytest.mark.parametrize("n", [0, 3, 400])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"app": "routed"}, {"app": "resnet50", "engine": "torch"}, {"app": "resnet50-batched"}],
+)
+def test_every_part_of_a_report_stands_any_session(
+    n: int, settings: dict[str, object], tmp_path: Path
+) -> None:
+    run = session(tmp_path, n, **settings)
+    table = measures.phases(run)
+    assert list(table["label"]) == [
+        "start", "max_batch_size 8 → 16", "mark: while <b>it</b> is applied", "users 8 → 0",
+        "mark: quiet", "users 0 → 8",
+    ]  # fmt: skip
+    assert (table["end_s"] >= table["start_s"]).all()
+    assert table["requests"].iloc[4] == 0
+    summary = measures.summary(run)
+    assert summary["change_applied_median_s"] == pytest.approx(0.6), "of knobs alone"
+    for words in (
+        explain.what_ran,
+        explain.verdict_sentences,
+        explain.changes,
+        explain_apps.routes,
+    ):
+        assert all(words(run)) or not n
+    assert explain.dominant(run)
+    explain.environment_table(run, summary)
+    figures.overview(run).savefig(tmp_path / "overview.png")
+    figures.distribution(run).savefig(tmp_path / "distribution.png")
+    for a in compare.stretches(run):
+        assert len(compare.table(a, compare.whole(run), force=True)) == len(compare.MEASURES)
