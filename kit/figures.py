@@ -6,18 +6,20 @@ Colours are Okabe and Ito's, told apart by all common kinds of colour vision.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.ticker as ticker
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from kit import measures
 from kit.accelerator import any_profile
-from kit.measures import OUTCOMES, PARTS
+from kit.measures import OUTCOMES, PARTS, Sampled
 from kit.store import Run
 
 PART_COLOURS = {
@@ -45,6 +47,8 @@ OUTCOME_COLOURS = dict(
         strict=True,
     )
 )
+CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "black", "#999999")
+"""For what has no colour of its own, in this order."""
 _SLO_STYLE: dict[str, Any] = {"lw": 1.2, "color": "#D55E00"}
 _WIDTH_IN = 10.0
 
@@ -83,11 +87,25 @@ def overview(run: Run) -> Figure:
     """Latency, throughput, replicas and accelerator of one run on one time axis."""
     figure = Figure(figsize=(_WIDTH_IN, 13), layout="constrained", dpi=100)
     axes = figure.subplots(5, 1, sharex=True, height_ratios=[3, 3, 2, 2, 1.6])
-    latency(axes[0], run, 50)
-    latency(axes[1], run, 95)
-    throughput(axes[2], run)
-    replicas(axes[3], run)
+    windows, parts = measures.over_time(run), parts_seen(run.requests)
+    latency(axes[0], windows, parts, 50)
+    latency(axes[1], windows, parts, 95, run.experiment["slo"])
+    throughput(axes[2], windows)
+    for ax in axes[:3]:
+        if len(windows):
+            _legend(ax)
+        else:
+            nothing(ax)
+    lines = replicas(axes[3], axes[3].twinx(), run)
+    axes[3].legend(lines, [str(line.get_label()) for line in lines], **_LEGEND)
     busy(axes[4], run)
+    settings = run.experiment["settings"]
+    emulated = settings.get("engine", "emulated") == "emulated"
+    whose = f"emulated, replica\n({settings['accelerator'].split('.')[0]})"
+    if axes[4].lines:
+        axes[4].legend(**_LEGEND | {"title": whose if emulated else "replica"})
+    else:
+        nothing(axes[4])
     _mark_moves(axes, run)
     axes[-1].set_xlim(0, float(run.experiment["workload"]["duration_s"]))
     axes[-1].set_xlabel("time since the load began (s)")
@@ -95,48 +113,59 @@ def overview(run: Run) -> Figure:
     return figure
 
 
-def latency(ax: Axes, run: Run, q: int) -> None:
-    """The stacked parts of the requests around the q-th percentile (50 or 95) of latency."""
-    table = measures.over_time(run)
+def latency(
+    ax: Axes, windows: pd.DataFrame, parts: Sequence[str], q: int,
+    slo: Mapping[str, float | None] | None = None,
+) -> None:  # fmt: skip
+    """The stacked parts of the requests around the q-th percentile (50 or 95) of latency.
+
+    Args:
+        ax: where to draw.
+        windows: columns as `measures.window_row`, in order of time; a row of which nothing is
+            known but the time breaks the layers.
+        parts: which of `measures.PARTS` to stack, bottom first.
+        q: 50 or 95; at 95 the 95th percentile of queueing is drawn too.
+        slo: promises in seconds by name, of which the first two are drawn as lines.
+    """
     ax.set_ylabel(f"latency at p{q} (s)")
-    if not len(table):
-        nothing(ax)
+    if not len(windows):
         return
-    parts = parts_seen(run.requests)
+    gap = windows["ok_rps"].isna()
     ax.stackplot(
-        table["time_s"], [table[f"p{q}_{p}"].fillna(0) for p in parts],
+        windows["time_s"], [windows[f"p{q}_{p}"].fillna(0).mask(gap) for p in parts],
         labels=[PART_NAMES[p] for p in parts], colors=[PART_COLOURS[p] for p in parts],
     )  # fmt: skip
     if q == 95:
         ax.plot(
-            table["time_s"], table["queueing_p95_s"], color="black", lw=1.2, label="queueing p95"
-        )
-        for (name, limit_s), style in zip(run.experiment["slo"].items(), ("--", ":"), strict=False):
-            if limit_s is not None:
-                text = f"SLO {name.removesuffix('_s').replace('_', ' ')} {limit_s:g} s"
-                ax.axhline(limit_s, ls=style, label=text, **_SLO_STYLE)
+            windows["time_s"], windows["queueing_p95_s"], color="black", lw=1.2,
+            label="queueing p95",
+        )  # fmt: skip
+    for (name, limit_s), style in zip((slo or {}).items(), ("--", ":"), strict=False):
+        if limit_s is not None:
+            text = f"SLO {name.removesuffix('_s').replace('_', ' ')} {limit_s:g} s"
+            ax.axhline(limit_s, ls=style, label=text, **_SLO_STYLE)
     ax.set_ylim(bottom=0)
-    _legend(ax)
 
 
-def throughput(ax: Axes, run: Run) -> None:
-    """Requests a second by outcome, stacked."""
-    table = measures.over_time(run)
+def throughput(ax: Axes, windows: pd.DataFrame) -> None:
+    """Requests a second by outcome, stacked; `windows` as for `latency`."""
     ax.set_ylabel("ended (requests/s)")
-    if not len(table):
-        nothing(ax)
+    if not len(windows):
         return
-    seen = [o for o in OUTCOMES if table[f"{o}_rps"].any()]
+    seen = [o for o in OUTCOMES if windows[f"{o}_rps"].any()]
     ax.stackplot(
-        table["time_s"], [table[f"{o}_rps"] for o in seen], labels=seen,
+        windows["time_s"], [windows[f"{o}_rps"] for o in seen], labels=seen,
         colors=[OUTCOME_COLOURS[o] for o in seen],
     )  # fmt: skip
     ax.set_ylim(bottom=0)
-    _legend(ax)
 
 
-def replicas(ax: Axes, run: Run) -> None:
-    """Replicas wanted, running and starting, with the users that cause them."""
+def replicas(ax: Axes, beside: Axes, of: Sampled) -> list[Line2D]:
+    """Replicas wanted, running and starting, and `beside` them the users that cause them.
+
+    Returns:
+        The lines drawn, each with its label.
+    """
     styles: dict[str, tuple[str, dict[str, Any]]] = {
         "target_replicas": ("target", {"color": "black", "ls": "--", "lw": 1.2}),
         "running_replicas": ("running", {"color": "#0072B2", "lw": 2.2}),
@@ -144,35 +173,23 @@ def replicas(ax: Axes, run: Run) -> None:
     }
     ax.set_ylabel("replicas")
     for metric, (name, style) in styles.items():
-        values = measures.series(run, "serve", metric)
+        values = measures.series(of, "serve", metric)
         ax.step(values.index, values, where="post", label=name, **style)
     ax.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     ax.set_ylim(bottom=0)
-    users = measures.series(run, "load", "users")
-    beside = ax.twinx()
+    users = measures.series(of, "load", "users")
     beside.step(users.index, users, where="post", color="#CC79A7", lw=1.0, label="users (right)")
     beside.set_ylabel("users")
     beside.set_ylim(0, max([1.0, *users]) * 1.15)
-    lines = [*ax.get_lines(), *beside.get_lines()]
-    ax.legend(lines, [str(line.get_label()) for line in lines], **_LEGEND)
+    return [*ax.get_lines(), *beside.get_lines()]
 
 
-def busy(ax: Axes, run: Run) -> None:
+def busy(ax: Axes, of: Sampled) -> None:
     """How busy each replica's accelerator was."""
-    table = measures.busy_share(run)
-    settings = run.experiment["settings"]
-    emulated = settings.get("engine", "emulated") == "emulated"
-    what = (
-        f"emulated, replica\n({settings['accelerator'].split('.')[0]})" if emulated else "replica"
-    )
     ax.set_ylabel("accelerator\nbusy (%)")
-    if not len(table):
-        nothing(ax)
-        return
-    for name, rows in table.groupby("replica_id"):
+    for name, rows in measures.busy_share(of).groupby("replica_id"):
         ax.plot(rows["time_s"], rows["busy_share"] * 100, lw=1, alpha=0.8, label=str(name))
-    ax.set_ylim(0, 105)
-    ax.legend(**_LEGEND | {"title": what})
+        ax.set_ylim(0, 105)
 
 
 def distribution(run: Run) -> Figure:
@@ -274,13 +291,28 @@ def nothing(ax: Axes) -> None:
     ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", va="center", color="#666666")
 
 
+def move_colour(move: Mapping[str, Any]) -> str:
+    """Of a row of `measures.moves`: refused ones and notes are told from changes."""
+    return "#D55E00" if move["error"] else "#0072B2" if move["mark"] else "black"
+
+
+def move_lines(axes: Iterable[Axes], moves: Sequence[Mapping[str, Any]]) -> None:
+    """A line through all panels for each row of `measures.moves`."""
+    for ax in axes:
+        # One artist for all of them, which leaves the axes' limits alone.
+        lines = LineCollection(
+            [((m["asked_s"], 0), (m["asked_s"], 1)) for m in moves],
+            colors=[move_colour(m) for m in moves], linewidths=0.9, linestyles="-.", zorder=2,
+            transform=ax.get_xaxis_transform(),
+        )  # fmt: skip
+        ax.add_collection(lines, autolim=False)
+
+
 def _mark_moves(axes: Any, run: Run) -> None:
     """A numbered line through all panels for each change, its names above the first panel."""
     moves = measures.records(measures.moves(run))
+    move_lines(axes, moves)
     for number, move in enumerate(moves, 1):
-        for ax in axes:
-            colour = "#D55E00" if move["error"] else "black"
-            ax.axvline(move["asked_s"], color=colour, lw=0.9, ls="-.")
         axes[0].annotate(
             str(number), (move["asked_s"], 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
             textcoords="offset points", ha="center", fontsize=9, fontweight="bold",

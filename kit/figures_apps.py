@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from kit import breakdown, measures
 from kit.figures import (
+    CYCLE,
     OUTCOME_COLOURS,
     PART_COLOURS,
     PART_NAMES,
@@ -26,7 +27,6 @@ from kit.figures import (
 from kit.measures import OUTCOMES
 from kit.store import Run
 
-_CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "black", "#999999")
 _WIDTH_IN = 10.0
 _BESIDE: dict[str, Any] = {
     "fontsize": 8, "frameon": False, "loc": "upper left", "bbox_to_anchor": (1.0, 1.0),
@@ -91,7 +91,7 @@ def kv_cache(run: Run) -> Figure:
         _all_empty(axes)
         return figure
     names = sorted(state["replica_id"].unique())
-    colours = {n: _CYCLE[k % len(_CYCLE)] for k, n in enumerate(names)}
+    colours = {n: CYCLE[k % len(CYCLE)] for k, n in enumerate(names)}
     lines = (
         (axes[0], "kv_cache_share", "-", "", 100.0),
         (axes[0], "prefix_cache_hit_share", ":", "prefix cache hits", 100.0),
@@ -139,7 +139,7 @@ def token_times(runs: Mapping[str, Run]) -> Figure:
             values = values_of(run.requests).dropna()
             if len(values):
                 curve = np.percentile(values, q) * factor
-                ax.plot(curve, q, label=name, color=_CYCLE[k % len(_CYCLE)])
+                ax.plot(curve, q, label=name, color=CYCLE[k % len(CYCLE)])
                 far = max(far, float(curve[990]))
         if not ax.lines:
             nothing(ax)
@@ -190,7 +190,7 @@ def useful(runs: Mapping[str, Run]) -> Figure:
         right.hist(
             of_batches, bins=20, range=(0, 100),
             weights=np.full(len(of_batches), 100 / len(of_batches)),
-            histtype="step", lw=1.6, color=_CYCLE[k % len(_CYCLE)],
+            histtype="step", lw=1.6, color=CYCLE[k % len(CYCLE)],
             label=f"{name} ({len(of_batches)} batches)",
         )  # fmt: skip
     right.set_xlim(0, 100)

@@ -11,7 +11,9 @@ TTFT is first token − send, TPOT (end-to-end − TTFT) ÷ (tokens − 1), ITL 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -26,6 +28,15 @@ PARTS = (
 
 OUTCOMES = ("ok", "rejected", "timeout", "invalid", "error", "cut", "left")
 """How a request ended; `left` is a client that was told to leave its stream: no failure."""
+
+
+class Sampled(Protocol):
+    """What has samples and changes: a `Run`, and a `View` of one that is under way."""
+
+    @property
+    def samples(self) -> pd.DataFrame: ...
+    @property
+    def changes(self) -> pd.DataFrame: ...
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -69,48 +80,65 @@ def throughput_rps(requests: pd.DataFrame) -> float:
     return len(good) / float(finished_s(good).max() - requests["sent_s"].min())
 
 
-def series(run: Run, source: str, metric: str) -> pd.Series[float]:
+def series(of: Sampled, source: str, metric: str) -> pd.Series[float]:
     """One sampled metric of one source, indexed by time in seconds."""
-    s = run.samples
+    s = of.samples
     return s[(s["source"] == source) & (s["metric"] == metric)].set_index("time_s")["value"]
 
 
 def replica_seconds(run: Run) -> float:
     """∫ running replicas dt over the load, the cost of the run; NaN without samples."""
-    running = series(run, "serve", "running_replicas")
+    end_s = float(run.experiment["workload"]["duration_s"])
+    return replica_seconds_until(series(run, "serve", "running_replicas"), end_s)
+
+
+def replica_seconds_until(running: pd.Series[float], end_s: float) -> float:
+    """∫ running replicas dt up to `end_s`, from samples by time; each holds until the next."""
+    running = running[running.index <= end_s]
     if not len(running):
         return math.nan
-    end_s = float(run.experiment["workload"]["duration_s"])
-    running = running[running.index <= end_s]
     widths = np.diff([*running.index, end_s])
     return float((running.to_numpy() * widths).sum())
 
 
-def busy_share(run: Run) -> pd.DataFrame:
+def by_replica(of: Sampled, metric: str) -> pd.DataFrame:
+    """One sampled metric of every replica: `time_s`, `replica_id` and a column named `metric`."""
+    s = of.samples[of.samples["metric"] == metric]
+    names = s["source"].str.removeprefix("replica:")
+    return pd.DataFrame({"time_s": s["time_s"], "replica_id": names, metric: s["value"]})
+
+
+def busy_share(of: Sampled) -> pd.DataFrame:
     """Busy share of each replica's accelerator: `time_s`, `replica_id`, `busy_share` (0 to 1)."""
-    s = run.samples[run.samples["metric"] == "accelerator_busy_share"]
-    return pd.DataFrame(
-        {
-            "time_s": s["time_s"],
-            "replica_id": s["source"].str.removeprefix("replica:"),
-            "busy_share": s["value"],
-        }
-    )
+    table = by_replica(of, "accelerator_busy_share")
+    return table.rename(columns={"accelerator_busy_share": "busy_share"})
 
 
-def moves(run: Run) -> pd.DataFrame:
-    """Changes that went together: `asked_s`, `applied_s`, `label` (a text), `error`; a row each.
+MARK = "mark"
+"""In a change's place of a knob: a person's note at that time, its text in `to`."""
 
-    A mark, which a person sets and which changes nothing, is one of them: `mark: text`.
+
+def took_effect(changes: pd.DataFrame) -> pd.DataFrame:
+    """The changes that were applied: neither refused ones nor notes."""
+    return changes[(changes["knob"] != MARK) & changes["applied_s"].notna()]
+
+
+def moves(of: Sampled) -> pd.DataFrame:
+    """Changes that went together, and notes between them: a row each, in order of time.
+
+    Columns: `asked_s`, `applied_s`, `label` (a text; `mark: …` of a note), `error` (empty unless
+    refused), `mark` (whether it is a note, not a change).
     """
+    ordered = sorted(records(of.changes), key=lambda c: (c["asked_s"], c["knob"] == MARK))
     rows = []
-    for asked_s, group in run.changes.groupby("asked_s", sort=True):
+    for (asked_s, mark), group in groupby(ordered, lambda c: (c["asked_s"], c["knob"] == MARK)):
+        changes = list(group)
         texts = [
-            f"mark: {c.to}" if c.knob == "mark" else f"{c.knob} {c['from']} → {c.to}"
-            for _, c in group.iterrows()
+            f"mark: {c['to']}" if mark else f"{c['knob']} {c['from']} → {c['to']}" for c in changes
         ]
-        rows.append((asked_s, group["applied_s"].iloc[0], ", ".join(texts), group["error"].iloc[0]))
-    return pd.DataFrame(rows, columns=["asked_s", "applied_s", "label", "error"])
+        first = changes[0]
+        rows.append((asked_s, first["applied_s"], ", ".join(texts), first["error"], mark))
+    return pd.DataFrame(rows, columns=["asked_s", "applied_s", "label", "error", "mark"])
 
 
 def phases(run: Run, settle: float = 0.3) -> pd.DataFrame:
@@ -177,27 +205,34 @@ def parts_near(requests: pd.DataFrame, q: float, width: float = 5.0) -> pd.Serie
 
 
 def over_time(run: Run, window_s: float | None = None) -> pd.DataFrame:
-    """Requests by the window in which they ended: one row a window, empty ones left out.
-
-    Columns: `time_s` (middle of the window), for q in 50, 95 the parts of the requests around that
-    percentile (`p50_router_s`, …), `queueing_p95_s`, `e2e_p95_s`, and requests a second by outcome.
-    """
-    table = run.requests.assign(ended_s=finished_s(run.requests))
+    """Requests by the window in which they ended: a `window_row` each, empty ones left out."""
     end_s = float(run.experiment["workload"]["duration_s"])
     width_s = window_s or max(2.0, end_s / 60)
-    table["window"] = (table["ended_s"] // width_s).astype("int64")
-    rows = []
-    for window, inside in table[table["ended_s"] < end_s].groupby("window"):
-        good = ok(inside)
-        row: dict[str, Any] = {"time_s": (float(str(window)) + 0.5) * width_s}
-        for q in (50, 95):
-            row |= {f"p{q}_{k}": v for k, v in parts_near(good, q, 10.0).items()}
-        row["queueing_p95_s"] = percentile(good["queueing_s"], 95)
-        row["e2e_p95_s"] = percentile(good["e2e_s"], 95)
-        counts = inside["outcome"].value_counts()
-        row |= {f"{o}_rps": counts.get(o, 0) / width_s for o in OUTCOMES}
-        rows.append(row)
-    return pd.DataFrame(rows)
+    window = window_of(run.requests, width_s)
+    before = finished_s(run.requests) < end_s
+    groups = run.requests[before].groupby(window[before])
+    return pd.DataFrame([window_row(inside, int(str(k)), width_s) for k, inside in groups])
+
+
+def window_of(requests: pd.DataFrame, width_s: float) -> pd.Series[int]:
+    """The number of the window, `width_s` wide, in which each request ended; 0 starts the run."""
+    return (finished_s(requests) // width_s).astype("int64")
+
+
+def window_row(inside: pd.DataFrame, window: int, width_s: float) -> dict[str, Any]:
+    """The requests that ended in one window, in figures.
+
+    Keys: `time_s` (middle of the window), for q in 50, 95 the parts of the requests around that
+    percentile (`p50_router_s`, …), `queueing_p95_s`, `e2e_p95_s`, and requests a second by outcome.
+    """
+    good = ok(inside)
+    row: dict[str, Any] = {"time_s": (window + 0.5) * width_s}
+    for q in (50, 95):
+        row |= {f"p{q}_{k}": v for k, v in parts_near(good, q, 10.0).items()}
+    row["queueing_p95_s"] = percentile(good["queueing_s"], 95)
+    row["e2e_p95_s"] = percentile(good["e2e_s"], 95)
+    counts = inside["outcome"].value_counts()
+    return row | {f"{o}_rps": counts.get(o, 0) / width_s for o in OUTCOMES}
 
 
 def verdicts(run: Run) -> pd.DataFrame:
@@ -218,14 +253,19 @@ def verdicts(run: Run) -> pd.DataFrame:
 
 
 def good_fraction(run: Run) -> float:
+    """`good_fraction_of` the run's requests under its own SLO."""
+    return good_fraction_of(run.requests, run.experiment["slo"])
+
+
+def good_fraction_of(requests: pd.DataFrame, slo: Mapping[str, float | None]) -> float:
     """Successful requests within all the SLO's limits ÷ all attempts but those told to leave.
 
     NaN without any, and where a promise has no figure at all, as TTFT without streams. An output of
     one token has no TPOT, so it breaks no promise about it.
     """
-    table = run.requests[run.requests["outcome"] != "left"]
+    table = requests[requests["outcome"] != "left"]
     met = table["outcome"] == "ok"
-    for name, limit_s in run.experiment["slo"].items():
+    for name, limit_s in slo.items():
         if limit_s is None:
             continue
         values = table[name.replace("_p95_s", "_s")]
