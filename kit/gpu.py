@@ -12,13 +12,38 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
     import pynvml
 
+# Older drivers and bindings know the call by its older name.
+_reasons = (
+    getattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
+    or pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
+)
+_THROTTLES = {
+    pynvml.nvmlClocksThrottleReasonSwPowerCap: "power cap",
+    pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
+    pynvml.nvmlClocksThrottleReasonSyncBoost: "another GPU's clock",
+    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "heat (driver)",
+    pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "heat (hardware)",
+    pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
+}
+"""What slows a GPU that has work; idling and clocks that somebody set are no throttling."""
+
 _FIELDS: dict[str, Callable[[Any], float]] = {
     "sm_percent": lambda h: pynvml.nvmlDeviceGetUtilizationRates(h).gpu,
     "memory_bandwidth_percent": lambda h: pynvml.nvmlDeviceGetUtilizationRates(h).memory,
     "memory_used_bytes": lambda h: pynvml.nvmlDeviceGetMemoryInfo(h).used,
+    "memory_total_bytes": lambda h: pynvml.nvmlDeviceGetMemoryInfo(h).total,
     "power_w": lambda h: pynvml.nvmlDeviceGetPowerUsage(h) / 1e3,
     "sm_clock_mhz": lambda h: pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM),
+    "throttle_reasons": lambda h: _reasons(h),
 }
+
+
+def throttling(reasons: float) -> tuple[str, ...]:
+    """Why a GPU runs slower than it could, in words, from a reading of `throttle_reasons`.
+
+    Empty for one that idles, runs freely, or whose clocks were set.
+    """
+    return tuple(word for bit, word in _THROTTLES.items() if int(reasons) & bit)
 
 
 def readings() -> dict[str, dict[str, float]]:

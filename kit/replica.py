@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 from ray import serve
 
 from kit.application import MONITOR_NAME
@@ -23,6 +24,33 @@ from kit.engine import Done
 from kit.settings import Settings, SettingsError
 
 HEARTBEAT_S = 0.5
+RESCAN_S = 10.0
+
+
+class CpuMeter:
+    """CPU time of this process and of all it started, so far.
+
+    Looking for children reads all of `/proc`, so it is done every `RESCAN_S`; a new child's time
+    comes in with the next look, that of one that ended is with its parent.
+    """
+
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._children: list[psutil.Process] = []
+        self._scanned_s = -RESCAN_S
+
+    def read_s(self) -> float:
+        """Seconds of CPU so far, user and system."""
+        now_s = time.monotonic()
+        if now_s - self._scanned_s >= RESCAN_S:
+            self._scanned_s = now_s
+            with contextlib.suppress(psutil.Error):
+                self._children = self._me.children(recursive=True)
+        total_s = 0.0
+        for process in (self._me, *self._children):
+            with contextlib.suppress(psutil.Error):
+                total_s += sum(process.cpu_times()[:4])  # its own and its ended children's
+        return total_s
 
 
 class Replica:
@@ -35,6 +63,7 @@ class Replica:
         self.refused: dict[str, Any] | None = None
         self.ongoing = 0
         self._clock = clock_id()
+        self._cpu = CpuMeter()
         self._replica_id = serve.get_replica_context().replica_tag
         self._heart: asyncio.Task[None] | None = None
 
@@ -63,11 +92,12 @@ class Replica:
         return {"executing": 0, "batches": 0, "busy_s": 0.0, "engine": {}}
 
     def state(self) -> dict[str, Any]:
-        """This replica now; `t_s` and `busy_s` in seconds, the rest counts."""
+        """This replica now; `t_s`, `cpu_s` and `busy_s` in seconds, the rest counts."""
         return {
             "replica_id": self._replica_id,
             "pid": os.getpid(),
             "t_s": time.monotonic(),
+            "cpu_s": self._cpu.read_s(),
             "route": self.route,
             "user_config": self.user_config,
             "refused": self.refused,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from kit.serving import Serving
 from kit.status import Status
 
 SAMPLE_COLUMNS = ("time_s", "source", "metric", "value")
+SAMPLE_TYPES = {"time_s": "float64", "source": "str", "metric": "str", "value": "float64"}
 PERIOD_S = 0.5
 
 Row = tuple[float, str, str, float]
@@ -44,7 +45,7 @@ class Sampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kit-sampler", daemon=True)
         self._t0_s = 0.0
-        self._busy: dict[str, tuple[float, float]] = {}
+        self._before: dict[str, dict[str, Any]] = {}
         self._running: set[str] = set()
         self.lost_replicas: list[tuple[float, str]] = []
         self.error: str | None = None
@@ -133,17 +134,28 @@ class Sampler:
             source, name = f"replica:{s['replica_id']}", s["replica_id"]
             rows.append((now_s, source, "ongoing_requests", s["ongoing"]))
             rows += [(now_s, source, metric, value) for metric, value in s["engine"].items()]
-            before = self._busy.get(name)
-            if before is None or s["t_s"] > before[0]:
-                self._busy[name] = (s["t_s"], s["busy_s"])
+            before = self._before.get(name)
+            if before is None or s["t_s"] > before["t_s"]:
+                self._before[name] = s
                 if before is not None:
-                    share = (s["busy_s"] - before[1]) / (s["t_s"] - before[0])
-                    rows.append((s["t_s"] - self._t0_s, source, "accelerator_busy_share", share))
+                    rows += [
+                        (s["t_s"] - self._t0_s, source, metric, rate)
+                        for metric, rate in _rates(before, s)
+                    ]
         return rows
+
+
+def _rates(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """What a replica used between two of its heartbeats, for each second."""
+    width_s = now["t_s"] - before["t_s"]
+    for counter, metric in (("busy_s", "accelerator_busy_share"), ("cpu_s", "cpu_cores")):
+        # A replica that another version of the kit deployed may not tell of its CPU.
+        if counter in before and counter in now:
+            # A child that ended unseen takes its time along: nothing was used backwards.
+            yield metric, max(0.0, now[counter] - before[counter]) / width_s
 
 
 def read_samples(path: Path) -> pd.DataFrame:
     """A samples.csv as a table; a last line cut by a kill is left out."""
-    types = {"time_s": "float64", "source": "str", "metric": "str", "value": "float64"}
     text = path.read_text()
-    return pd.read_csv(StringIO(text[: text.rfind("\n") + 1]), dtype=types)
+    return pd.read_csv(StringIO(text[: text.rfind("\n") + 1]), dtype=SAMPLE_TYPES)
