@@ -37,6 +37,8 @@ SMALL = 0.02
 _UNSURE = "**cannot tell** (the intervals leave room for both, or there are too few requests)"
 COLOURS = {"better": "#009E73", "worse": "#D55E00"}
 
+_AXIS = (1 / 12, 12.0)
+
 
 class CompareError(ValueError):
     """Stretches that cannot be compared; the text names what differs."""
@@ -160,7 +162,7 @@ def figure(
     """
     found = compare(a, b, force=force) if found is None else found
     drawn = Figure(figsize=(10.0, 4.2), layout="constrained", dpi=100)
-    left, right = drawn.subplots(1, 2, width_ratios=[2, 3])
+    left, right = drawn.subplots(1, 2, width_ratios=[3, 4])
     _parts(left, a, b)
     _ratios(right, found)
     drawn.suptitle(f"A: {a.label}   ·   B: {b.label}", fontsize=9)
@@ -193,27 +195,23 @@ def _parts(ax: Axes, a: Stretch, b: Stretch) -> None:
 def _ratios(ax: Axes, found: pd.DataFrame) -> None:
     """Ratios on a logarithmic axis, so that twice and half lie equally far from *the same*."""
     ax.axvline(1.0, color="black", lw=0.8)
-    # Half open below: a bound of zero has no place on the axis.
-    floor = 0.5 * float(found["ratio_low"].where(found["ratio_low"] > 0).min())
     for k, row in enumerate(measures.records(found)):
         colour = COLOURS.get(row["verdict"], "#666666")
-        if not row["ratio"] > 0 or math.isnan(row["ratio_low"]):
-            ax.annotate("too few to tell", (1.0, k), xytext=(6, 0), textcoords="offset points",
-                        va="center", fontsize=8, color="#666666")  # fmt: skip
-            continue
-        low = max(row["ratio_low"], floor)
-        ax.plot([low, row["ratio_high"]], [k, k], color=colour, lw=3, solid_capstyle="butt")
-        ax.plot(row["ratio"], k, "o", color=colour, ms=6)
-        ax.annotate(f"× {row['ratio']:.2f} {row['verdict']}", (row["ratio"], k), xytext=(0, 6),
-                    textcoords="offset points", ha="center", fontsize=8, color=colour)  # fmt: skip
+        known = not math.isnan(row["ratio_low"])
+        text = f"× {row['ratio']:.2f} {row['verdict']}" if known else "cannot tell (too few)"
+        ax.annotate(text, (1.02, k), xycoords=("axes fraction", "data"), va="center", fontsize=8,
+                    color=colour)  # fmt: skip
+        if known:
+            # What is further off, or zero, lies on the edge; its figure stands beside it.
+            low, mid, high = np.clip([row[c] for c in ("ratio_low", "ratio", "ratio_high")], *_AXIS)
+            ax.plot([low, high], [k, k], color=colour, lw=3, solid_capstyle="butt")
+            ax.plot(mid, k, "o", color=colour, ms=6, clip_on=False)
     ax.set_xscale("log")
     low, high = ax.get_xlim()
-    ax.set_xlim(min(low, 0.8) / 1.15, max(high, 1.25) * 1.15)
-    ax.set_xticks(
-        [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10) if ax.get_xlim()[0] < t < ax.get_xlim()[1]]
-    )
+    ax.set_xlim(max(min(low, 0.75), _AXIS[0]), min(max(high, 1.33), _AXIS[1]))
+    ax.set_xticks([t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10) if low < t < high or t == 1])
     ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
     ax.minorticks_off()
     ax.set_xlabel("B ÷ A (ratio, with 95 % interval)")
     ax.set_yticks(range(len(MEASURES)), [f"{m.heading} ({m.unit})" for m in MEASURES], fontsize=8)
-    ax.set_ylim(len(MEASURES) - 0.5, -0.8)
+    ax.set_ylim(len(MEASURES) - 0.5, -0.5)

@@ -139,7 +139,22 @@ def test_too_few_requests_get_no_verdict(n: int) -> None:
         assert set(found["verdict"]) == {"cannot tell"}
         assert found.loc["throughput_rps", "b"] == pytest.approx(n / 60)
     assert compare.words(a, b, found)
-    compare.figure(a, b, found)
+    drawn = [t.get_text() for t in compare.figure(a, b, found).axes[1].texts]
+    assert len(drawn) == len(compare.MEASURES)
+    assert drawn[1] == "cannot tell (too few)"
+
+
+def test_a_ratio_off_the_scale_is_drawn_on_its_edge() -> None:
+    a, b = compare.whole(simulated(1)), compare.whole(simulated(2, times=2.0))
+    for pair in ((a, b), (b, a)):
+        found = compare.compare(*pair)
+        assert not 1 / 20 < found.loc["good_fraction", "ratio"] < 20
+        ax = compare.figure(*pair, found).axes[1]
+        low, high = ax.get_xlim()
+        for line in ax.lines:
+            xs = np.asarray(line.get_xdata(), dtype=float)
+            assert ((low <= xs) & (xs <= high)).all()
+            assert (np.diff(xs) >= 0).all()
 
 
 def test_people_read_units_intervals_and_reasons(tmp_path: Path) -> None:
