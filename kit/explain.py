@@ -70,7 +70,9 @@ def _effect(run: Run, before: pd.Series[float], after: pd.Series[float]) -> str:
         moved("throughput", before["throughput_rps"], after["throughput_rps"], "requests/s"),
         moved("requests in a batch", before["batch_size"], after["batch_size"], "on average"),
     ]
-    if before["replicas"] == after["replicas"]:
+    if math.isnan(before["replicas"]) or math.isnan(after["replicas"]):
+        parts.append("replicas were not seen in one of them")
+    elif before["replicas"] == after["replicas"]:
         parts.append(f"replicas stayed at {after['replicas']:.0f}")
     else:
         wait_s = reaction_s(run, float(after["start_s"]), float(after["end_s"]))

@@ -375,6 +375,7 @@ def test_every_part_of_a_report_stands_any_session(
         explain_apps.routes,
     ):
         assert all(words(run)) or not n
+    assert "nan" not in " ".join(explain.changes(run))
     assert explain.dominant(run)
     explain.environment_table(run, summary)
     figures.overview(run).savefig(tmp_path / "overview.png")
