@@ -82,12 +82,23 @@ def resamples(n: int, block: int, rng: np.random.Generator) -> Iterator[Counts]:
         yield counts[:, :n]
 
 
-def quantiles(values: Floats, counts: Counts, shares: tuple[float, ...]) -> Floats:
+def ordered_by(values: Floats) -> NDArray[np.int64]:
+    """Where the values lie in rising order, those that are NaN left out."""
+    return np.argsort(values, kind="stable")[: np.count_nonzero(~np.isnan(values))]
+
+
+def quantiles(
+    values: Floats,
+    counts: Counts,
+    shares: tuple[float, ...],
+    order: NDArray[np.int64] | None = None,
+) -> Floats:
     """Quantiles (0 to 1) of each resample, interpolated as numpy does: (resamples, shares).
 
-    NaN values are left out; NaN where a resample holds none of the others.
+    NaN values are left out; NaN where a resample holds none of the others. `order` is
+    `ordered_by(values)`, for a caller with many chunks of counts.
     """
-    order = np.argsort(values, kind="stable")[: np.count_nonzero(~np.isnan(values))]
+    order = ordered_by(values) if order is None else order
     found = np.full((len(counts), len(shares)), np.nan)
     if not len(order):
         return found

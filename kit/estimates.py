@@ -119,15 +119,16 @@ def figures_of(
     """
     n = len(next(iter([*columns.values(), *(top for top, _ in sums.values())])))
     ones = np.ones((1, n), np.int32)
+    rows = _Rows(columns, sums)
     names = [*(m.name for m in MEASURES if m.column in columns), *sums]
-    values = {k: float(v[0]) for k, v in _of(columns, sums, ones).items()}
+    values = {k: float(v[0]) for k, v in rows.figures(ones).items()}
     unknown = np.full(bootstrap.RESAMPLES, math.nan)
     if n < LEAST:
         return {k: (math.nan if BY_NAME[k].column else values[k], unknown) for k in names}
     block = min(
         2 * max(map(bootstrap.block_length, _influences(columns, sums, values))), max(1, n // 8)
     )
-    chunks = [_of(columns, sums, c) for c in bootstrap.resamples(n, block, rng)]
+    chunks = [rows.figures(c) for c in bootstrap.resamples(n, block, rng)]
     found = {}
     for name in names:
         m = BY_NAME[name]
@@ -142,23 +143,31 @@ def figures_of(
     return found
 
 
-def _of(
-    columns: Mapping[str, Floats],
-    sums: Mapping[str, tuple[Floats, Floats]],
-    counts: bootstrap.Counts,
-) -> dict[str, Floats]:
-    """The figures of resamples that hold each row so many times."""
-    found: dict[str, Floats] = {}
-    weights = counts.astype(float)
-    for column, values in columns.items():
-        wanted = [m for m in MEASURES if m.column == column]
-        shares = tuple(m.share or 0.5 for m in wanted)
-        each = bootstrap.quantiles(values, counts, shares)
-        found |= {m.name: each[:, k] for k, m in enumerate(wanted)}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for name, (top, bottom) in sums.items():
-            found[name] = (weights @ top) / (weights @ bottom)
-    return found
+class _Rows:
+    """What figures are made of, laid out once for many resamples."""
+
+    def __init__(
+        self, columns: Mapping[str, Floats], sums: Mapping[str, tuple[Floats, Floats]]
+    ) -> None:
+        self._columns = {k: (v, bootstrap.ordered_by(v)) for k, v in columns.items()}
+        self._names = list(sums)
+        tops, bottoms = zip(*sums.values(), strict=True) if sums else ((), ())
+        self._sums = np.column_stack([*tops, *bottoms]) if sums else None
+
+    def figures(self, counts: bootstrap.Counts) -> dict[str, Floats]:
+        """The figures of resamples that hold each row so many times."""
+        found: dict[str, Floats] = {}
+        for column, (values, order) in self._columns.items():
+            wanted = [m for m in MEASURES if m.column == column]
+            shares = tuple(m.share or 0.5 for m in wanted)
+            each = bootstrap.quantiles(values, counts, shares, order)
+            found |= {m.name: each[:, k] for k, m in enumerate(wanted)}
+        if self._sums is not None:
+            totals = counts.astype(float) @ self._sums
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratios = totals[:, : len(self._names)] / totals[:, len(self._names) :]
+            found |= {name: ratios[:, k] for k, name in enumerate(self._names)}
+        return found
 
 
 def _influences(

@@ -93,7 +93,7 @@ def _at_the_end(run: Run) -> View:
     last = measures.phases(run).iloc[-1]
     from_s, end_s = float(last["from_s"]), float(last["end_s"])
     ended = measures.finished_s(run.requests)
-    done = run.changes[run.changes["error"] == ""]
+    done = run.changes[(run.changes["error"] == "") & run.changes["knob"].isin(BY_NAME)]
     moved_to = {c["knob"]: _value(c["knob"], c["to"]) for c in measures.records(done)}
     return View(
         now_s=end_s,
