@@ -163,7 +163,8 @@ class _Rows:
             each = bootstrap.quantiles(values, counts, shares, order)
             found |= {m.name: each[:, k] for k, m in enumerate(wanted)}
         if self._sums is not None:
-            totals = counts.astype(float) @ self._sums
+            # Not by BLAS: its threads would fight with the server and the load on the same cores.
+            totals = np.einsum("ij,jk->ik", counts.astype(float), self._sums)
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratios = totals[:, : len(self._names)] / totals[:, len(self._names) :]
             found |= {name: ratios[:, k] for k, name in enumerate(self._names)}
