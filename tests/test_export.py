@@ -38,6 +38,7 @@ def not_serving() -> Serving:
     serving = object.__new__(Serving)
     serving.url, serving.owned, serving.settings = "http://127.0.0.1:8123", True, None
     serving._broker = None
+    serving.details = dict
     return serving
 
 
