@@ -33,9 +33,9 @@ from kit.settings import Settings
 from kit.view import View
 
 DPI = 100
-LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 66, 192, 78, 42
+LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 66, 198, 78, 42
 """Margins; the right one holds the second scale and the legends, the upper one the last moves."""
-SCALE_PX = 46
+SCALE_PX = 52
 LABEL_PX = 36
 LINE_PX = 14
 FONT_PT = 8.0
@@ -82,11 +82,11 @@ class LiveFigure:
             ax.tick_params(labelsize=FONT_PT, pad=2)
             ax.xaxis.label.set_fontsize(FONT_PT)
             ax.yaxis.label.set_fontsize(FONT_PT)
-            ax.yaxis.set_major_locator(MaxNLocator(5))
+            ax.yaxis.set_major_locator(MaxNLocator(4))
             # At a fixed place: else every tick label is measured to find one, in every picture.
             right = ax in (self._users, self._power)
             ax.yaxis.set_label_coords(
-                1 + 40 / self._plot_px if right else -LABEL_PX / self._plot_px, 0.5
+                1 + 34 / self._plot_px if right else -LABEL_PX / self._plot_px, 0.5
             )
         self._axes[-1].xaxis.set_label_coords(0.5, -24 / self._axes[-1].get_window_extent().height)
         self._legend: dict[str, Any] = {
@@ -104,8 +104,9 @@ class LiveFigure:
         self._wipe()
         left_s, right_s = limits_s(view.now_s, view.span_s)
         self._axes[0].set_xlim(left_s, right_s)
-        self._latency(view)
-        self._throughput(view)
+        windows = on_grid(view)
+        self._latency(view, windows)
+        self._throughput(windows)
         self._replicas(view)
         self._accelerator(view)
         self._moves(view, left_s, right_s)
@@ -129,9 +130,9 @@ class LiveFigure:
             ax.set_prop_cycle(None)
         self._axes[4].set_ylim(0, 1)
 
-    def _latency(self, view: View) -> None:
+    def _latency(self, view: View, windows: pd.DataFrame) -> None:
         median, tail = self._axes[:2]
-        table = bridged(on_grid(view))
+        table = bridged(windows)
         parts = parts_of(view.windows)
         figures.latency(median, table, parts, 50)
         figures.latency(tail, table, parts, 95, view.slo)
@@ -142,9 +143,9 @@ class LiveFigure:
         self._explain(median, median.get_legend_handles_labels()[0][::-1])
         self._explain(tail, tail.lines)
 
-    def _throughput(self, view: View) -> None:
+    def _throughput(self, windows: pd.DataFrame) -> None:
         ax = self._axes[2]
-        figures.throughput(ax, on_grid(view))
+        figures.throughput(ax, windows)
         if ax.collections:
             self._explain(ax, ax.get_legend_handles_labels()[0][::-1])
         else:
@@ -265,8 +266,8 @@ def bridged(table: pd.DataFrame) -> pd.DataFrame:
     """
     latency = [str(c) for c in table if str(c).endswith("_s") and c != "time_s"]
     seen: pd.Series[bool] = table[latency].notna().any(axis=1)
-    if not seen.any():
-        return table.iloc[:0]
+    if seen.all() or not seen.any():
+        return table[seen]
     length = (~seen).groupby(seen.cumsum()).transform("sum")
     table = table.copy()
     table[latency] = table[latency].interpolate(limit_area="inside")
