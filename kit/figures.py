@@ -302,7 +302,8 @@ def move_lines(axes: Iterable[Axes], moves: Sequence[Mapping[str, Any]]) -> None
         # One artist for all of them, which leaves the axes' limits alone.
         lines = LineCollection(
             [((m["asked_s"], 0), (m["asked_s"], 1)) for m in moves],
-            colors=[move_colour(m) for m in moves], linewidths=0.9 if len(moves) <= 20 else 0.4, linestyles="-.", zorder=2,
+            colors=[move_colour(m) for m in moves], linestyles="-.", zorder=2,
+            linewidths=0.9 if len(moves) <= 20 else 0.4,  # many must not hide what they mark
             transform=ax.get_xaxis_transform(),
         )  # fmt: skip
         ax.add_collection(lines, autolim=False)
