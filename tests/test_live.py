@@ -15,7 +15,7 @@ import pytest
 from fakes import fake_run, requests_table, samples_table
 from PIL import Image
 
-from kit import gpu, live, live_figure, measures
+from kit import gpu, live, live_tables, measures
 from kit.live import WINDOW_S, Recent, numbers, view_of
 from kit.live_figure import LiveFigure
 from kit.settings import Settings
@@ -190,7 +190,7 @@ def drawn(view: View, width_px: int = 520, height_px: int = 600) -> tuple[LiveFi
 def test_pictures_have_the_size_asked_for_and_units_on_every_axis(now_s: float) -> None:
     figure, picture = drawn(view_of(session(), now_s))
     assert picture.shape == (600, 520, 3)
-    left_s, right_s = live_figure.limits_s(now_s, SPAN_S)
+    left_s, right_s = live_tables.limits_s(now_s, SPAN_S)
     assert left_s <= now_s <= right_s
     assert right_s - left_s <= SPAN_S
     labels = [ax.get_ylabel() for ax in figure._axes]
@@ -214,10 +214,10 @@ def test_long_gaps_break_the_layers_and_short_ones_are_bridged() -> None:
     ended = measures.finished_s(run.requests)
     gaps = ended.between(100, 105) | ended.between(200, 240)
     view = view_of(replace(run, requests=run.requests[~gaps]), 300.0)
-    grid = live_figure.on_grid(view)
+    grid = live_tables.on_grid(view)
     assert (grid["time_s"].diff().dropna() == WINDOW_S).all()
     assert grid[grid["time_s"].between(202, 238)]["ok_rps"].eq(0).all()
-    table = live_figure.bridged(grid)
+    table = live_tables.bridged(grid)
     assert table[table["time_s"].between(202, 238)]["p50_decode_s"].isna().all()
     assert table[table["time_s"].between(98, 108)]["p50_decode_s"].notna().all()
 
@@ -227,12 +227,12 @@ def test_numbers_over_crowded_lines_are_shared_and_never_overlap() -> None:
         {"n": n, "asked_s": at_s, "error": "", "mark": False}
         for n, at_s in enumerate([10.0, 100.0, *np.arange(150, 160, 0.5), 280.0], 1)
     ]
-    flags = live_figure.flags(moves, px_per_s=1.0)
+    flags = live_tables.flags(moves, px_per_s=1.0)
     assert [text for text, _, _ in flags] == ["23", "3–22", "2", "1"]
-    for _, at_s, _ in live_figure.flags(moves, px_per_s=0.3)[:-1]:
+    for _, at_s, _ in live_tables.flags(moves, px_per_s=0.3)[:-1]:
         assert at_s >= 10.0
     for px_per_s in (0.3, 1.0, 3.0, 10.0):
-        flags = live_figure.flags(moves, px_per_s)
+        flags = live_tables.flags(moves, px_per_s)
         for (a, a_s, _), (b, b_s, _) in itertools.pairwise(flags):
             assert (a_s - b_s) * px_per_s >= 7 * (len(a) + len(b)) / 2
 
