@@ -11,31 +11,24 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
-import secrets
 import shutil
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
-import psutil
-import requests
+from lab_server import MARK, Server, jupyterlab, shutdown_kernels
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
-ROOT = Path(__file__).parents[1]
 WIDTH, HEIGHT = 1280, 900
 """Size of the window, pixels of CSS."""
-MARK = "KIT_LAB"
-"""The environment variable that names a process as descended from one JupyterLab or its browser."""
+WAIT_S = 30.0
+"""How long any of it may take on a busy machine; each call returns as soon as it is done."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +54,21 @@ class Lab:
     """What a person does in one JupyterLab; waits end after `timeout_s` with an error."""
 
     page: Page
-    api: requests.Session
-    url: str
-    notebooks: Path
+    server: Server
+
+    @property
+    def notebooks(self) -> Path:
+        """Where notebooks are put before they are opened: a copy of the tree's."""
+        return self.server.notebooks
 
     @property
     def panel(self) -> Locator:
         """The notebook in front."""
         return self.page.locator(".jp-NotebookPanel:visible")
 
-    def open(self, name: str, timeout_s: float = 60.0) -> None:
+    def open(self, name: str, timeout_s: float = 2 * WAIT_S) -> None:
         """Open a notebook of `self.notebooks`, or load it anew; returns when its kernel is idle."""
-        self.page.goto(f"{self.url}/lab/tree/{name}", timeout=timeout_s * 1e3)
+        self.page.goto(f"{self.server.url}/lab/tree/{name}", timeout=timeout_s * 1e3)
         # The notebook's own indicator says idle before there is a kernel.
         kernel = self.page.locator("#jp-main-statusbar").get_by_text("| Idle")
         kernel.wait_for(timeout=timeout_s * 1e3)
@@ -89,11 +85,11 @@ class Lab:
             label.hover()
             label.click()
 
-    def run_all(self, timeout_s: float = 60.0) -> float:
+    def run_all(self, timeout_s: float = 2 * WAIT_S) -> float:
         """Run all cells; seconds until the last one ended."""
         return self._run("Run", "Run All Cells", timeout_s)
 
-    def restart_and_run_all(self, timeout_s: float = 60.0) -> float:
+    def restart_and_run_all(self, timeout_s: float = 2 * WAIT_S) -> float:
         """Restart the kernel and run all cells; seconds until the last one ended."""
         return self._run("Run", "Restart Kernel and Run All Cells…", timeout_s)
 
@@ -141,7 +137,7 @@ class Lab:
         return self.panel.locator(selector).first.inner_text()
 
     def wait_for_text(
-        self, text: str | re.Pattern[str], selector: str, timeout_s: float = 10.0
+        self, text: str | re.Pattern[str], selector: str, timeout_s: float = WAIT_S
     ) -> None:
         """Until one element of the selector contains the text."""
         found = self.panel.locator(selector).filter(has_text=text).first
@@ -149,11 +145,12 @@ class Lab:
 
     def cell_outputs(self) -> list[str]:
         """What each code cell printed, raised or returned, widgets left out; "" where nothing."""
-        return self.panel.locator(".jp-CodeCell").evaluate_all(
+        found: list[str] = self.panel.locator(".jp-CodeCell").evaluate_all(
             """cells => cells.map(cell => [...cell.querySelectorAll('.jp-OutputArea-output')]
               .filter(out => !out.matches('.jupyter-widgets') && !out.querySelector('.jupyter-widgets'))
               .map(out => out.textContent).join('\\n'))"""
         )
+        return found
 
     def theme(self, name: str) -> None:
         """`"dark"` or `"light"`, by the Settings menu, as people do it."""
@@ -190,13 +187,13 @@ class Lab:
 
     def kernels(self) -> list[dict[str, Any]]:
         """The kernels that run, as the server tells them."""
-        found: list[dict[str, Any]] = self.api.get(f"{self.url}/api/kernels", timeout=10).json()
+        found: list[dict[str, Any]]
+        found = self.server.api.get(f"{self.server.url}/api/kernels", timeout=10).json()
         return found
 
     def shutdown_kernel(self) -> None:
-        """Shut down every kernel, and wait for the server to say so."""
-        for kernel in self.kernels():
-            self.api.delete(f"{self.url}/api/kernels/{kernel['id']}", timeout=30)
+        """Shut down every kernel; returns when the server has none."""
+        shutdown_kernels(self.server.url, self.server.api)
         assert not self.kernels()
 
 
@@ -207,100 +204,28 @@ def write(path: Path, *sources: str) -> None:
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
 
 
-def descended(mark: str) -> dict[int, str]:
-    """Process id and command of all that carry the mark, whoever is their parent now."""
-    found = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = " ".join(process.cmdline())[:120]
-    return found
-
-
 @contextmanager
 def lab(folder: Path, port: int = 0) -> Iterator[Lab]:
     """JupyterLab on a copy of the notebooks under `folder`, in a browser; ends all that came of it.
 
-    Raises RuntimeError when a process outlives it: what a notebook starts has to end with its kernel.
+    Raises RuntimeError when there is no Chromium, and where `jupyterlab` does.
     """
     chromium = shutil.which("chromium")
     if chromium is None:
         raise RuntimeError("no chromium on the path: apt-get install chromium")
-    notebooks = folder / "notebooks"
-    shutil.copytree(ROOT / "notebooks", notebooks, ignore=shutil.ignore_patterns(".*"))
-    mark, token = secrets.token_hex(8), secrets.token_hex(16)
-    # The person's own JupyterLab (settings, layout, history) is neither read nor changed.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "MAKE", "MFLAGS"))}
-    places = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"]
-    places += ["JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR"]
-    env |= {name: str(folder / name.lower()) for name in places}
-    env |= {"JUPYTER_TOKEN": token, MARK: mark, "PYTHONPATH": str(ROOT)}
-    news = Path(env["JUPYTERLAB_SETTINGS_DIR"], "@jupyterlab/apputils-extension")
-    news.mkdir(parents=True)
-    (news / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false"}))
-    if port == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    # What is tested is installed, so the setup that `make lab` begins with is taken as done.
-    command = ["make", "--old-file=setup", "lab", f"NOTEBOOKS={notebooks}"]
-    command += [f"L=--no-browser --port {port} --ServerApp.port_retries=0"]
-    log = folder / "jupyterlab.log"
-    with log.open("wb") as out:
-        server = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True
+    expect.set_options(timeout=WAIT_S * 1e3)
+    with jupyterlab(folder, port) as server, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium, env={**os.environ, MARK: server.mark}
         )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        api = _answering(url, token, server, log)
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(
-                executable_path=chromium, env={**os.environ, MARK: mark}
-            )
-            context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
-            # By cookie: an address with the token in it would end up in error texts.
-            context.add_cookies(
-                [{"name": c.name, "value": c.value, "url": url} for c in api.cookies]
-            )
-            it = Lab(context.new_page(), api, url, notebooks)
-            try:
-                yield it
-            finally:
-                browser.close()
-                it.shutdown_kernel()
-    finally:
-        _end(server, mark)
-
-
-def _answering(
-    url: str, token: str, server: subprocess.Popen[bytes], log: Path
-) -> requests.Session:
-    """A session that is logged in, as soon as JupyterLab answers."""
-    api = requests.Session()
-    api.headers["Authorization"] = f"token {token}"
-    until_s = time.monotonic() + 60
-    while time.monotonic() < until_s and server.poll() is None:
+        context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
+        # By cookie: an address with the token in it would end up in error texts.
+        for name, value in server.api.cookies.items():
+            context.add_cookies([{"name": name, "value": value, "url": server.url}])
         try:
-            if api.get(f"{url}/lab", timeout=10).ok:
-                return api
-        except requests.ConnectionError:
-            time.sleep(0.2)
-    raise RuntimeError(f"`make lab` does not answer:\n{log.read_text()[-2000:]}")
-
-
-def _end(server: subprocess.Popen[bytes], mark: str) -> None:
-    """End the server; end what is left 15 s later too, and say so."""
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGTERM)
-    server.wait(30)
-    until_s = time.monotonic() + 15
-    while (left := descended(mark)) and time.monotonic() < until_s:
-        time.sleep(0.1)
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if left:
-        raise RuntimeError(f"still running after JupyterLab ended, now killed: {left}")
+            yield Lab(context.new_page(), server)
+        finally:
+            browser.close()
 
 
 def _exactly(text: str) -> re.Pattern[str]:
