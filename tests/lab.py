@@ -152,6 +152,16 @@ class Lab:
         )
         return found
 
+    def stray_outputs(self) -> list[str]:
+        """What callbacks printed or raised: no cell shows it, JupyterLab's log console does."""
+        self.menu("View", "Show Log Console")
+        log = self.page.locator(".jp-LogConsole")
+        expect(log).to_be_visible()
+        found = log.locator(".jp-OutputArea-output").all_text_contents()
+        self.menu("View", "Show Log Console")
+        expect(log).to_have_count(0)
+        return found
+
     def theme(self, name: str) -> None:
         """`"dark"` or `"light"`, by the Settings menu, as people do it."""
         self.menu("Settings", "Theme", f"JupyterLab {name.capitalize()}")

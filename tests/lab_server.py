@@ -103,7 +103,7 @@ def _answering(
         try:
             if api.get(f"{url}/lab", timeout=10).ok:
                 return api
-        except requests.ConnectionError:
+        except requests.RequestException:
             time.sleep(0.2)
     raise RuntimeError(f"`make lab` does not answer:\n{log.read_text()[-2000:]}")
 

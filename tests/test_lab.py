@@ -23,7 +23,9 @@ import kit
 said = widgets.HTML().add_class("said")
 size = widgets.SelectionSlider(options=[1, 2, 4, 8], value=2, description="max_batch_size")
 size.observe(lambda change: said.set_trait("value", f"serving {change.new}"), "value")
-display(widgets.VBox([size, said]))"""
+fail = widgets.Button(description="Fail")
+fail.on_click(lambda button: said.set_trait("value", "failing") or 1 / 0)
+display(widgets.VBox([size, said, fail]))"""
 
 
 @pytest.mark.cluster
@@ -42,12 +44,19 @@ def test_a_slider_moved_by_keyboard_reaches_its_callback_in_the_kernel(tmp_path:
         it.wait_for_text("serving 8", ".said")
         assert size.value_text() == "8"
 
+        assert it.stray_outputs() == []
+        it.button("Fail").press("Enter")
+        it.wait_for_text("failing", ".said")
+        assert it.cell_outputs() == [shown, printed]
+        (stray,) = it.stray_outputs()
+        assert "ZeroDivisionError" in stray
+
         it.screenshot(tmp_path / "zoomed.png", zoom=2.0)
         assert Image.open(tmp_path / "zoomed.png").size == (1280, 900)
 
         it.save()  # live widgets come back with a notebook that was saved
         it.open("slider.ipynb")
-        it.wait_for_text("serving 8", ".said")
+        it.wait_for_text("failing", ".said")
 
         saved = (it.notebooks / "slider.ipynb").read_bytes()
         it.restart_and_run_all()
