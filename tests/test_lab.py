@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,10 @@ def test_a_slider_moved_by_keyboard_reaches_its_callback_in_the_kernel(tmp_path:
         it.button("Fail").press("Enter")
         it.wait_for_text("failing", ".said")
         assert it.cell_outputs() == [shown, printed]
-        (stray,) = it.stray_outputs()
-        assert "ZeroDivisionError" in stray
+        until_s = time.monotonic() + 30  # the kernel takes a moment to word a traceback
+        while not (stray := it.stray_outputs()) and time.monotonic() < until_s:
+            pass
+        assert "ZeroDivisionError" in stray[0]
 
         it.screenshot(tmp_path / "zoomed.png", zoom=2.0)
         assert Image.open(tmp_path / "zoomed.png").size == (1280, 900)
