@@ -75,6 +75,9 @@ def test_a_slider_moved_by_keyboard_reaches_its_callback_in_the_kernel(tmp_path:
 def test_what_a_notebook_left_running_is_found_under_any_parent() -> None:
     mark = secrets.token_hex(8)
     subprocess.run("setsid sleep 60 &", shell=True, check=True, env=os.environ | {MARK: mark})
-    ((pid, command),) = descended(mark).items()
+    until_s = time.monotonic() + 30
+    while not (found := descended(mark)) and time.monotonic() < until_s:  # it is just being started
+        pass
+    ((pid, command),) = found.items()
     assert "sleep 60" in command
     os.kill(pid, signal.SIGKILL)
