@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         report,
     )
     from kit.experiment import SLOS, Change, Experiment, Slo, run, run_many
+    from kit.live_panel import panel
     from kit.serving import attach, start
     from kit.settings import PRESETS, Settings, knobs
     from kit.store import load
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Change": "experiment", "Experiment": "experiment", "Slo": "experiment", "SLOS": "experiment",
-    "run": "experiment", "run_many": "experiment", "attach": "serving", "start": "serving",
+    "run": "experiment", "run_many": "experiment", "panel": "live_panel", "attach": "serving",
+    "start": "serving",
     "PRESETS": "settings", "Settings": "settings", "knobs": "settings", "load": "store",
     "Stage": "workload", "Workload": "workload", "breakdown": "", "compare": "", "explain": "",
     "explain_apps": "", "export": "", "figures": "", "figures_apps": "", "measures": "", "report": "",
@@ -36,7 +38,7 @@ _HOMES = {
 
 __all__ = [  # noqa: RUF022  grouped as people use them
     "Settings", "knobs", "PRESETS", "Workload", "Stage", "Experiment", "Change", "Slo", "SLOS",
-    "start", "attach", "run", "run_many", "load", "measures", "breakdown", "figures",
+    "start", "attach", "panel", "run", "run_many", "load", "measures", "breakdown", "figures",
     "figures_apps", "explain", "explain_apps", "compare", "export", "report",
 ]  # fmt: skip
 

@@ -155,6 +155,10 @@ class Connection(ABC):
         """The full declarative config that turns `now` into `settings`, and the part of each
         deployment's config, by name, that must then be in effect."""
 
+    def config(self, settings: Settings) -> dict[str, Any]:
+        """The full declarative config, as `serve deploy` takes it."""
+        return self._plan(settings, self.settings)[0]
+
     def _confirmed(self, settings: Settings, status: Status) -> bool:
         """Whether the replicas themselves say so too, where they can."""
         return True

@@ -17,18 +17,18 @@ from kit.cluster import ServingError
 from kit.settings import Settings
 
 if TYPE_CHECKING:
+    from kit.connection import Connection
     from kit.experiment import Slo
-    from kit.serving import Serving
 
 
-def serve_config(source: Serving | Settings) -> dict[str, Any]:
+def serve_config(source: Connection | Settings) -> dict[str, Any]:
     """The whole declarative config: of what `source` serves, or of settings nobody serves yet.
 
     Settings are deployed as `kit.start()` would, on the loopback interface; without the job queue,
     whose broker is made when it starts.
 
     Raises:
-        ServingError: when nothing is deployed, or it was not deployed by this kit.
+        ServingError: when nothing is deployed.
     """
     from kit.serving import declarative  # brings requests and Ray's client
 
@@ -42,7 +42,7 @@ def serve_config(source: Serving | Settings) -> dict[str, Any]:
 
 
 def write_serve_config(
-    source: Serving | Settings,
+    source: Connection | Settings,
     path: Path,
     slo: Slo | Mapping[str, float | None] | None = None,
     summary: Mapping[str, Any] | None = None,
@@ -81,16 +81,20 @@ def write_serve_config(
     return path
 
 
-def _about(source: Serving | Settings, settings: Settings) -> list[str]:
+def _about(source: Connection | Settings, settings: Settings) -> list[str]:
     now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
     here = store.environment()
+    from kit.foreign import Foreign
+
+    theirs = isinstance(source, Foreign)
+    name = source.title if isinstance(source, Foreign) else f"{settings.app} app"
     served = "settings that were not serving" if isinstance(source, Settings) else "what served"
     return [
-        f"Ray Serve config of the {settings.app} app: deploy it with `serve deploy {{this file}}`.",
+        f"Ray Serve config of the {name}: deploy it with `serve deploy {{this file}}`.",
         f"Written {now} of {served} then, by the Serve tuning kit "
         f"{importlib.metadata.version('serve-tuning-kit')} (revision {here['git_revision']}, "
         f"Ray {here['packages'].get('ray', 'unknown')}).",
-        "The package `kit` must be importable on the cluster.",
+        *([] if theirs else ["The package `kit` must be importable on the cluster."]),
     ]
 
 

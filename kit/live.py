@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,26 @@ def numbers(view: View) -> dict[str, float]:
         "running_replicas": float(running.iloc[-1]) if len(running) else math.nan,
         "replica_seconds": view.replica_seconds,
     }
+
+
+_TILES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "e2e_p50_s": ("E2E p50", lambda v: f"{v:.2f} s"),
+    "e2e_p95_s": ("E2E p95", lambda v: f"{v:.2f} s"),
+    "queueing_share": ("queueing", lambda v: f"{v:.0%}"),
+    "throughput_rps": ("requests/s", lambda v: f"{v:.1f}"),
+    "output_tokens_per_s": ("tokens/s", lambda v: f"{v:,.0f}"),
+    "good_fraction": ("good", lambda v: f"{v:.0%}"),
+    "running_replicas": ("replicas", lambda v: f"{v:.0f}"),
+    "replica_seconds": ("cost (replica-seconds)", lambda v: f"{v:,.0f}"),
+}
+
+
+def written(figures: Mapping[str, float]) -> list[tuple[str, str]]:
+    """`numbers` as people read them: name and value with its unit, a dash where there is none."""
+    return [
+        (name, "–" if math.isnan(figures[key]) else show(figures[key]))
+        for key, (name, show) in _TILES.items()
+    ]
 
 
 def empty(types: Mapping[str, str]) -> pd.DataFrame:

@@ -218,7 +218,7 @@ class LiveFigure:
             )  # fmt: skip
         room = int((self._width_px - 16) / _CHARACTER_PX)
         for k, m in enumerate(moves[-LISTED:]):
-            what = f"mark: {m['label']}" if m["mark"] else str(m["label"])
+            what = str(m["label"])
             text = f"{m['n']}  {what}"
             if m["error"]:
                 text = f"{shortened(text, room - 10)} (refused)"

@@ -237,6 +237,8 @@ def _begin(environment: Environment, **_: Any) -> None:
 
 
 def _obey(runner: Any, lines: Any) -> None:
+    while runner.state == "ready":  # else Locust's own start would come after what is asked here
+        gevent.sleep(0.01)
     for line in lines:
         command = json.loads(line)
         if "workload" in command:

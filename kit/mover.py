@@ -7,6 +7,7 @@ after it was sent; a first move after a quiet second goes out at once.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from kit.cluster import ServingError
-from kit.serving import Applied
+from kit.connection import Applied
 from kit.settings import Settings, SettingsError
 
 SPACING_S = 1.0
@@ -159,3 +160,22 @@ class Mover:
                 Move("applied", knobs, f"applied in {took_s:.1f} s{again}", asked_s,
                      done.applied_s, done.restarted_replicas)
             )  # fmt: skip
+
+
+def timer_reset(settings: Settings, move: Move, in_flight: float, target: int | None) -> str:
+    """What a move did to a delay that was running, in words; empty when none ran.
+
+    Serve starts its autoscaling delays anew with every config that it receives. Requests in flight
+    ÷ `target_ongoing_requests` is what the autoscaler wants (Ray's default policy, before factors).
+    """
+    if settings.num_replicas != "auto" or "num_replicas" in move.knobs or target is None:
+        return ""
+    wanted = math.ceil(in_flight / settings.target_ongoing_requests)
+    wanted = min(max(wanted, settings.min_replicas), settings.max_replicas)
+    if wanted == target:
+        return ""
+    way, name = ("more", "upscale_delay_s") if wanted > target else ("fewer", "downscale_delay_s")
+    return (
+        f"the wait for {way} replicas ({wanted} wanted, {target} the target) began anew: "
+        f"{name} = {getattr(settings, name):g} s from now"
+    )

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from kit import gpu
-from kit.serving import Serving
+from kit.connection import Connection
 from kit.status import Status
 
 SAMPLE_COLUMNS = ("time_s", "source", "metric", "value")
@@ -37,7 +37,7 @@ class Sampler:
     """
 
     def __init__(
-        self, serving: Serving, load_status: Callable[[], dict[str, Any]], path: Path
+        self, serving: Connection, load_status: Callable[[], dict[str, Any]], path: Path
     ) -> None:
         self._serving = serving
         self._load_status = load_status
@@ -49,6 +49,10 @@ class Sampler:
         self._running: set[str] = set()
         self.lost_replicas: list[tuple[float, str]] = []
         self.error: str | None = None
+        self.status: Status | None = None
+        """The last that Serve's controller told."""
+        self.silence = ""
+        """Why the controller's last answer failed to come; empty when it came."""
 
     def start(self, t0_s: float) -> None:
         """Begin; times count from `t0_s` on the monotonic clock."""
@@ -83,9 +87,10 @@ class Sampler:
     def _read(self) -> list[Row]:
         rows: list[Row] = []
         try:
-            status = self._serving.status()
-        except Exception:
-            status = None
+            self.status = status = self._serving.status()
+            self.silence = ""
+        except Exception as error:
+            status, self.silence = None, f"{type(error).__name__}"
         now_s = time.monotonic() - self._t0_s
         if status is not None:
             rows += self._of_serve(now_s, status)

@@ -146,8 +146,8 @@ def test_what_is_recent_starts_with_the_last_change_that_took_effect() -> None:
     view = view_of(noted, half_s + 5.4)
     assert view.recent_s == pytest.approx(5.0)
     assert view.settings.max_batch_size == 16
-    assert measures.moves(view)["label"].tolist()[-1] == "lunch"
-    assert len(measures.phases(noted)) == len(measures.phases(run)) == 2
+    assert measures.moves(view)["label"].tolist()[-1] == "mark: lunch"
+    assert [len(measures.phases(r)) for r in (run, noted)] == [2, 3]  # a note begins a stretch
 
 
 def test_numbers_are_those_of_the_recent_rows_and_nan_where_nothing_was_seen(

@@ -1,0 +1,153 @@
+"""The users of a session: started, stopped and changed while others look on; one load process at most."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kit.load import Load, LoadError
+from kit.shapes import SHAPES, users_at
+from kit.workload import Workload, WorkloadError
+
+LONGEST_S = 43_200.0
+"""A forgotten session ends its load after so long."""
+_NUMBERS_APART = 10_000_000  # requests of one load process; the next starts at the next multiple
+_NEW_PROCESS = ("kind", "timeout_s")  # fields that a running process cannot change
+
+
+class Crowd:
+    """Users who send what `workload` says, as many as its `users` and the `shape` ask for.
+
+    Args:
+        workload: its users are the most there will be.
+        url: where the app answers.
+        folder: takes the rows.
+        t0_s: when the rows' clock starts, monotonic.
+        record: called with name → (before, after) of what changed, `users` included.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        url: str,
+        folder: Path,
+        t0_s: float,
+        record: Callable[[dict[str, tuple[Any, Any]]], None],
+    ) -> None:
+        self.workload, self.shape = workload, "steady"
+        self.died = ""
+        """Why the load generator is gone without being asked; empty otherwise."""
+        self._url, self._folder, self._t0_s = url, folder, t0_s
+        self._record = record
+        self._lock = threading.RLock()
+        self._load: Load | None = None
+        self._processes = 0
+        self._since_s = math.nan
+        self._users = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether load is being sent."""
+        return not math.isnan(self._since_s)
+
+    def status(self) -> dict[str, Any]:
+        """Last word of the load generator: `t_s` (monotonic), `users`, requests `in_flight`."""
+        load = self._load
+        if load is None or not load.alive:
+            return {"t_s": time.monotonic(), "users": 0, "in_flight": 0}
+        return load.status()
+
+    def start(self) -> None:
+        """Let the users go.
+
+        Raises:
+            LoadError: when nothing answers, or Locust does not come up.
+        """
+        with self._lock:
+            if self.active:
+                return
+            if self._load is None or not self._load.alive:
+                self._begin_process()
+            self.died, self._since_s = "", time.monotonic()
+            self._set_users()
+
+    def stop(self) -> None:
+        """Send the users home: requests under way may finish."""
+        with self._lock:
+            if self.active:
+                self._since_s = math.nan
+                with contextlib.suppress(LoadError):
+                    self._set_users()
+
+    def change(self, **fields: Any) -> None:
+        """Change fields of the workload, or the `shape`; in effect from each next request on.
+
+        Raises:
+            WorkloadError: for values that a workload does not take, or an unknown shape.
+            LoadError: when the load generator is gone.
+        """
+        with self._lock:
+            shape = fields.pop("shape", self.shape)
+            if shape not in SHAPES:
+                raise WorkloadError(f"shape = {shape!r}: must be one of {', '.join(SHAPES)}")
+            before = self.workload.model_dump() | {"shape": self.shape}
+            workload = Workload(**self.workload.model_dump() | fields)
+            after = workload.model_dump() | {"shape": shape}
+            changed = {k: (before[k], v) for k, v in after.items() if v != before[k]}
+            self.workload, self.shape = workload, shape
+            if not changed:
+                return
+            if self._load is not None and self._load.alive:
+                if any(k in changed for k in _NEW_PROCESS):
+                    self._load.stop()
+                    if self.active:
+                        self._begin_process()
+                else:
+                    self._load.set_workload(workload)
+            # Without a load the users that are meant change nothing yet.
+            self._record({k: v for k, v in changed.items() if k != "users" or self.active})
+            self._set_users()
+
+    def tick(self) -> None:
+        """Follow the shape, and see whether the process still lives; to be called once a second."""
+        with self._lock:
+            if not self.active or self._load is None:
+                return
+            if self._load.alive:
+                with contextlib.suppress(LoadError):
+                    self._set_users()
+            else:
+                self._since_s = math.nan
+                self._users = 0
+                self.died = f"The load generator died: {self._load.last_words()}. Start it again."
+
+    def close(self) -> None:
+        """End the process; requests under way may finish first."""
+        with self._lock:
+            self._since_s = math.nan
+            if self._load is not None:
+                self._load.stop()
+
+    def _begin_process(self) -> None:
+        changes = {"duration_s": LONGEST_S, "stages": (), "users": 0}
+        first = self._processes * _NUMBERS_APART
+        workload = self.workload.model_copy(update=changes)
+        self._load = Load(workload, self._url, self._folder, first)
+        self._processes += 1
+        self._load.begin(self._t0_s)
+        self._users = 0
+
+    def _set_users(self) -> None:
+        since_s = time.monotonic() - self._since_s
+        users = users_at(self.shape, self.workload.users, since_s) if self.active else 0
+        if users == self._users or self._load is None:
+            return
+        self._load.set_users(users)
+        if not users or not self._users:  # start and stop; a wave is no list of changes
+            self._record({"users": (self._users, users)})
+        self._users = users
