@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
+from typing import Any
 
 from kit import leftovers
 from kit.settings import Settings
@@ -16,6 +18,8 @@ LOOPBACK = "127.0.0.1"
 # Ray replaces 127.0.0.1 by the address of the network card; its other loopback ones it keeps.
 NODE_IP = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
 
+said: deque[str] = deque(maxlen=50)
+"""What Ray wanted to tell whoever started it, the newest last."""
 _watchdog: subprocess.Popen[bytes] | None = None
 
 
@@ -63,10 +67,16 @@ def start_ray(settings: Settings, port: int, num_cpus: int | None) -> str:
         log_to_driver=False,  # Ray's log thread would write into whichever cell called this
         logging_level="warning",
     )
+    # Whatever log_to_driver says, a thread prints Ray's own warnings, into the cell that called this.
+    ray._private.worker.print_to_stdstream = _hear
     leftovers.record()
     _watchdog = leftovers.watch()
     atexit.register(stop_ray)
     return f"http://{context.dashboard_url}"
+
+
+def _hear(data: dict[str, Any], ignore_prefix: bool) -> None:
+    said.extend(str(line).strip() for line in data["lines"])
 
 
 def stop_ray() -> None:

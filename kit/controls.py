@@ -53,30 +53,35 @@ class Control:
         self._steps = None if knob.low is None else ladder.steps(knob, high)
         self._values: list[Any] = []
         self._text: w.Text | None = None
-        if self._steps is None and knob.choices:
-            options = [(ladder.text(knob, c), c) for c in knob.choices]
-            self._main: Any = w.Dropdown(options=options, value=value)
-        elif self._steps is None:
-            self._main = w.Text(value=str(value), continuous_update=False)
-        else:
-            self._text = w.Text(
-                continuous_update=False, layout=w.Layout(width="8.5em"), tooltip=knob.allowed
+        options: dict[str, Any] = {
+            "description": knob.name,
+            "tooltip": f"{knob.help}. Takes {knob.allowed}; {COST_WORDS[knob.cost]}",
+            "style": {"description_width": "13.5em"},
+            "layout": {"flex": "1 1 14em", "min_width": "14em", "width": "auto"},
+        }
+        if self._steps is not None:
+            self._main: Any = w.SelectionSlider(
+                options=[""], continuous_update=False, readout=False, **options
             )
-            self._main = w.SelectionSlider(options=[""], continuous_update=False, readout=False)
-        self._main.description = knob.name
-        self._main.tooltip = f"{knob.help}. Takes {knob.allowed}; {COST_WORDS[knob.cost]}"
-        self._main.style.description_width = "13.5em"
-        self._main.layout = w.Layout(flex="1 1 14em", min_width="14em", width="auto")
+            self._text = w.Text(
+                continuous_update=False, layout={"width": "8.5em"}, tooltip=knob.allowed
+            )
+        elif knob.choices:
+            choices = [(ladder.text(knob, c), c) for c in knob.choices]
+            self._main = w.Dropdown(options=choices, value=value, **options)
+        else:
+            self._main = w.Text(value=str(value), continuous_update=False, **options)
         for part in filter(None, (self._main, self._text)):
             part.disabled = fixed is not None
-        self._line = w.HTML(layout=w.Layout(width="100%"))
-        self._yes = w.Button(description="Apply", button_style="warning", layout=_SMALL)
-        self._no = w.Button(description="Keep", layout=_SMALL)
-        self._question = w.HBox([self._yes, self._no], layout=w.Layout(display="none"))
+        self._line = w.HTML(layout={"width": "100%"})
+        small = {"width": "5.5em"}
+        self._yes = w.Button(description="Apply", button_style="warning", layout=small)
+        self._no = w.Button(description="Keep", layout=small)
+        self._question = w.HBox([self._yes, self._no], layout={"display": "none"})
         row = [self._main, *([self._text] if self._text else [])]
         self.widget = w.Box(
             [*row, self._line, self._question],
-            layout=w.Layout(display="flex", flex_flow="row wrap", align_items="center"),
+            layout={"display": "flex", "flex_flow": "row wrap", "align_items": "center"},
         )
         self.widget.add_class("kit-control")
         self.show(value)
@@ -100,7 +105,8 @@ class Control:
         self._wanted = value
         if not isinstance(value, str):
             self._display(value)  # slider and text agree while it is being applied
-        if self.knob.cost == "restart":
+        unread = isinstance(value, str) and self.knob.kind in ("whole number", "number")
+        if self.knob.cost == "restart" and not unread:
             self.say(f"{ladder.text(self.knob, value)}: this restarts the replicas. Sure?", "busy")
             self._question.layout.display = "flex"
         else:
@@ -154,7 +160,9 @@ class Control:
         if (text, mood) == (self.said, self.mood) and self._line.value:
             return
         self.said, self.mood = text, mood
-        known = self.fixed or f"{self.knob.allowed} · {COST_WORDS[self.knob.cost]}"
+        known = self.fixed or " · ".join(
+            filter(None, (ladder.bounds(self.knob), COST_WORDS[self.knob.cost]))
+        )
         state = f'<b class="kit-{mood}">{html.escape(text)}</b> · ' if text else ""
         self._line.value = (
             f'<div class="kit-line" aria-live="polite">{state}{html.escape(known)}</div>'
@@ -177,6 +185,3 @@ class Control:
             yield
         finally:
             self._own = None
-
-
-_SMALL = w.Layout(width="5.5em")

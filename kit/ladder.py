@@ -38,6 +38,19 @@ def text(knob: Knob, value: Any) -> str:
     return f"{plain} {unit}".strip()
 
 
+def bounds(knob: Knob) -> str:
+    """What the knob takes, briefly: `1 to 512 requests`, `0 to 60 s or none`; empty of a choice."""
+    if knob.low is None or knob.high is None:
+        return "text" if knob.kind == "text" and not knob.choices else ""
+    low = "above " * knob.low_open + f"{knob.low:,.9g}"
+    words = [f"{low} to {knob.high:,.9g} {knob.unit}".strip()]
+    words += [c for c in knob.choices if isinstance(c, str)]
+    if knob.low == -1:
+        words[0] = f"0 to {knob.high:,.9g} {knob.unit}"
+        words.append(_NO_LIMIT)
+    return " or ".join(words + [_NONE] * knob.nullable)
+
+
 def parse(knob: Knob, written: str) -> Any:
     """A value from what a person wrote: a number with or without unit, or a word that `text` gives.
 

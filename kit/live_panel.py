@@ -103,7 +103,7 @@ class Panel:
     def __init__(
         self, serving: Connection, workload: Workload | None, slo: Slo | None, **options: Any
     ) -> None:
-        self._figure = LiveFigure(760, 700)
+        self._figure = LiveFigure(700, 640)
         self._seen_s = self._asked_pages_s = time.monotonic()
         self._ready = threading.Event()
         self.session = Session(
@@ -157,7 +157,7 @@ class Panel:
         self._shape.observe(lambda change: self._tried(self._load_line, self._set_shape), "value")
         self._preset_line = w.HTML()
         self._trouble, self._says, self._numbers = w.HTML(), w.HTML(), w.HTML()
-        self._plot = w.Image(format="png", layout=w.Layout(width="100%", max_width="1100px"))
+        self._plot = w.Image(format="png", layout={"width": "100%", "max_width": "1100px"})
         self._plot.add_class("kit-plot")
         presets = [
             _button(name, partial(self._tried, self._preset_line, partial(self.preset, name)))
@@ -178,19 +178,19 @@ class Panel:
                 w.HBox([self._start, self._load_line]),
                 self.controls["users"].widget,
                 self._shape,
-                w.HBox(presets, layout=w.Layout(flex_flow="row wrap")),
+                w.HBox(presets, layout={"flex_flow": "row wrap"}),
                 self._preset_line,
                 w.Accordion(
                     children=list(sections.values()), titles=list(sections), selected_index=0
                 ),
             ],
-            layout=w.Layout(flex="1 1 380px", min_width="320px"),
+            layout={"flex": "1 1 380px", "min_width": "320px"},
         )
         right = w.VBox(
             [self._trouble, self._says, self._numbers, self._plot],
-            layout=w.Layout(flex="2 1 480px", min_width="320px"),
+            layout={"flex": "2 1 480px", "min_width": "320px"},
         )
-        body = w.Box([left, right], layout=w.Layout(display="flex", flex_flow="row wrap"))
+        body = w.Box([left, right], layout={"display": "flex", "flex_flow": "row wrap"})
         css = w.HTML(f"<style>{(DATA / 'panel.css').read_text()}</style>")
         root = w.VBox([css, body])
         root.add_class("kit-panel")
@@ -322,7 +322,7 @@ def most_replicas(serving: Connection) -> int | None:
 
 
 def _button(name: str, act: Callable[[], None], style: str = "") -> w.Button:
-    button = w.Button(description=name, button_style=style, layout=w.Layout(width="auto"))
+    button = w.Button(description=name, button_style=style, layout={"width": "auto"})
     button.on_click(lambda _: act())
     return button
 

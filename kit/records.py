@@ -32,7 +32,7 @@ class Records:
         )
         self._a, self._b = (w.Dropdown(description=d, options=[]) for d in ("compare", "with"))
         for part in (self._note, self._a, self._b):
-            part.layout = w.Layout(width="auto", flex="1 1 16em")
+            part.layout.width, part.layout.flex = "auto", "1 1 16em"
         self._table, self._figure = w.HTML(), w.Image(format="png")
         self._figure.layout.display = "none"
         self._figure.add_class("kit-plot")
@@ -42,7 +42,7 @@ class Records:
             self._button("Save settings", self.save),
             self._button("Make report", self.report),
         ]
-        row = w.Layout(flex_flow="row wrap")
+        row = {"flex_flow": "row wrap"}
         self.widget = w.VBox(
             [
                 w.HBox([self._note, self._buttons[0]], layout=row),
@@ -120,7 +120,7 @@ class Records:
         return compare.stretches(self._session.run())[int(name.split()[0])]
 
     def _button(self, name: str, act: Callable[[], str]) -> w.Button:
-        button = w.Button(description=name, layout=w.Layout(width="auto"))
+        button = w.Button(description=name, layout={"width": "auto"})
         button.on_click(lambda _: self.do(button, act))
         return button
 

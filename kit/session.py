@@ -6,6 +6,7 @@ threads are the mover's, the sampler's and one that ticks once a second; `end` s
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from kit import advise, store
+from kit import advise, cluster, store
 from kit.cluster import ServingError
 from kit.connection import Connection
 from kit.crowd import Crowd
@@ -101,6 +102,7 @@ class Session:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ticks, name="kit-session", daemon=True)
         self._thread.start()
+        atexit.register(self.end)  # threads that draw while Python ends would take it down
 
     @property
     def folder(self) -> Path:
@@ -145,6 +147,7 @@ class Session:
         with self._lock:
             first, self.ended = not self.ended, True
         if first:
+            atexit.unregister(self.end)
             self._stop.set()
             self.mover.close()
             self._length_s = self.now_s
@@ -232,6 +235,8 @@ class Session:
         self.view = view
         if not self.mover.busy and advise.findings(view)[0].severity == "well":
             self.last_good = view.settings
+        while cluster.said:
+            self._note(f"Ray says: {cluster.said.popleft()}")
         if time.monotonic() - self._written_s > WRITE_S:
             self._write("running")
         self._on_tick(view)
