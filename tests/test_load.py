@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -40,6 +41,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
     count = 0
     seen: list[tuple[str, bytes]]
     left: list[int]  # tokens written to each stream whose client went away
+    told: list[list[float]]  # when each request arrived, and when each of its tokens was written
 
     def do_GET(self) -> None:
         self._send(200, b"{}")
@@ -77,11 +79,13 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        sent = 0
+        sent, told = 0, [self.arrived_s]
+        type(self).told.append(told)
         try:
             for gap_s in (0.0, *self.gaps_s):
                 time.sleep(gap_s)
                 self._event({"choices": [{"text": "a ", "finish_reason": None}]})
+                told.append(time.monotonic())
                 sent += 1
                 if sent == self.cut_after:
                     self.connection.shutdown(socket.SHUT_RDWR)
@@ -127,10 +131,12 @@ def server() -> Iterator[type[Answers]]:
         url = ""
         seen: list[tuple[str, bytes]] = []
         left: list[int] = []
+        told: list[list[float]] = []
 
     with Server(("127.0.0.1", 0), Here) as httpd:
         Here.url = f"http://127.0.0.1:{httpd.server_port}"
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        # Looks for its end every 20 ms, not twice a second.
+        threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
         yield Here
         httpd.shutdown()
 
@@ -147,8 +153,11 @@ def test_o18_latencies_come_out_exact_not_rounded(server: type[Answers], tmp_pat
     server.delays_s = (0.147, 0.449, 0.451)
     rows = drive(server, tmp_path, 4.0, users=1).rows()
     for k, delay_s in enumerate(server.delays_s):
-        seen_s = rows["e2e_s"].iloc[k::3].median()
-        assert seen_s == pytest.approx(delay_s, abs=0.02)
+        # Against what the server itself took: a busy machine wakes it late.
+        mine = rows.iloc[k::3]
+        assert mine["decode_s"].min() >= delay_s
+        assert mine["e2e_s"].median() == pytest.approx(mine["decode_s"].median(), abs=0.02)
+        seen_s = mine["e2e_s"].median()
         assert seen_s != round(seen_s, 2)
     assert measures.identity_error_s(rows).max() < 0.002
 
@@ -159,7 +168,8 @@ def test_o19_one_failed_request_is_a_row_and_not_a_failed_run(
     server.status_every, server.delays_s = (503, 10), (0.01,)
     load = drive(server, tmp_path, 2.0, users=1)
     rows = load.rows()
-    assert rows["outcome"].value_counts(normalize=True)["rejected"] == pytest.approx(0.1, abs=0.01)
+    assert len(rows) == server.count > 10
+    assert (rows["outcome"] == "rejected").sum() == server.count // 10
     assert load._process.returncode == 0
     assert rows["error"].dropna().str.contains("full").any()
     assert rows["attempt"].eq(1).all()
@@ -239,11 +249,14 @@ def test_a_stream_is_timed_token_by_token(server: type[Answers], tmp_path: Path)
     server.delays_s = (0.1,)
     rows = measures.ok(drive(server, tmp_path, 2.0, **STREAM).rows())
     assert len(rows) > 8
-    assert rows["ttft_s"].median() == pytest.approx(0.1, abs=0.02)
+    # What the server saw of itself: a busy machine wakes it late.
+    told = pd.DataFrame(server.told).diff(axis=1).iloc[:, 1:]
+    assert (told.min() >= (0.1, *server.gaps_s)).all()
+    assert rows["ttft_s"].median() == pytest.approx(told[1].median(), abs=0.02)
     # The usage chunk comes 50 ms after the last token, and is no token.
-    assert rows["e2e_s"].median() == pytest.approx(0.18, abs=0.03)
+    assert rows["e2e_s"].median() == pytest.approx(told.sum(axis=1).median(), abs=0.03)
     itl_ms = rows["itl_ms"].str.split(expand=True).astype(float).median().tolist()
-    assert itl_ms == pytest.approx([20, 40, 20], abs=5)
+    assert itl_ms == pytest.approx((1e3 * told.iloc[:, 1:].median()).tolist(), abs=5)
     for row in measures.records(rows):
         assert row["tpot_s"] == pytest.approx((row["e2e_s"] - row["ttft_s"]) / 7, abs=1e-5)
     assert set(rows["output_tokens"]) == {8}
@@ -282,7 +295,8 @@ def test_broken_slow_and_abandoned_streams_keep_what_was_measured(
     cut = drive(server, places[0], 1.0, **STREAM).rows()
     assert set(cut["outcome"]) == {"cut"}
     assert cut["ttft_s"].notna().all()
-    assert cut["itl_ms"].astype(float).median() == pytest.approx(20, abs=5)
+    gaps_s = [t[2] - t[1] for t in server.told]
+    assert cut["itl_ms"].astype(float).median() == pytest.approx(1e3 * np.median(gaps_s), abs=5)
 
     server.cut_after, server.gaps_s = None, (0.05, 2.0)
     slow = drive(server, places[1], 1.5, **STREAM, timeout_s=0.4).rows()
@@ -292,8 +306,10 @@ def test_broken_slow_and_abandoned_streams_keep_what_was_measured(
     server.gaps_s, server.left[:] = (0.05,) * 6, []
     half = {"leave_after_tokens": 1, "leave_share": 0.5}
     left = drive(server, places[2], 2.0, **STREAM, **half).rows()
-    outcomes = left["outcome"].value_counts()
-    assert outcomes["left"] == pytest.approx(outcomes["ok"], abs=3)
+    plan = Workload(**STREAM, **half)  # type: ignore[arg-type]
+    leaves = left["request"].map(plan.leaves)
+    assert leaves.map({True: "left", False: "ok"}).tolist() == left["outcome"].tolist()
+    assert 3 < leaves.sum() < len(left) - 3
     gone = left[left["outcome"] == "left"]
     assert gone["ttft_s"].notna().all()
     assert gone["output_tokens"].isna().all()
