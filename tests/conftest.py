@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,11 @@ from kit.workload import Workload
 
 BASE = Settings(time_scale=0.15, look_back_period_s=2.0, upscale_delay_s=1.0)
 """What the shared cluster runs between tests."""
+
+
+def pytest_configure() -> None:
+    # A shell that starts the tests in the background lets them ignore Ctrl-C, which some test.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,13 +49,19 @@ def serving(_cluster: Serving) -> Serving:
 
 
 @pytest.fixture
-def measure(serving: Serving, tmp_path: Path) -> Callable[..., Run]:
-    """Run some seconds of load on the shared cluster."""
+def as_left(_cluster: Serving) -> Serving:
+    """The shared cluster as the test before left it, for tests that deploy what they need."""
+    return _cluster
+
+
+@pytest.fixture
+def measure(_cluster: Serving, tmp_path: Path) -> Callable[..., Run]:
+    """Run some seconds of load on the shared cluster, which deploys the settings first."""
 
     def go(settings: Settings, *timeline: Change, **workload: object) -> Run:
-        given = {"users": 8, "duration_s": 6.0} | workload
+        given = {"users": 8, "duration_s": 5.0} | workload
         experiment = Experiment(settings, Workload(**given), tuple(timeline))
-        return run(experiment, serving, tmp_path / "run", progress=False)
+        return run(experiment, _cluster, tmp_path / "run", progress=False)
 
     return go
 
