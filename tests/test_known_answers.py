@@ -42,7 +42,9 @@ def test_parts_are_measured_and_add_up_and_inference_follows_the_closed_form(
 
     # Little's law: users who do not pause are in flight all the time.
     rate = measures.throughput_rps(run.requests)
-    assert rate * good["e2e_s"].mean() == pytest.approx(16, rel=0.1)
+    in_flight = rate * good["e2e_s"].mean()
+    print(f"{in_flight:.2f} requests in flight")
+    assert in_flight == pytest.approx(16, rel=0.1)
 
 
 def test_one_user_waits_the_whole_batch_wait(measure: Callable[..., Run]) -> None:
@@ -54,7 +56,7 @@ def test_one_user_waits_the_whole_batch_wait(measure: Callable[..., Run]) -> Non
 
 def test_a_second_user_waits_one_service_time_in_the_router(measure: Callable[..., Run]) -> None:
     settings = BASE.replace(app="unbatched", time_scale=1.0, max_ongoing_requests=1)
-    run = measure(settings, users=2, max_output_tokens=30, max_prompt_tokens=50, duration_s=10.0)
+    run = measure(settings, users=2, max_output_tokens=30, max_prompt_tokens=50, duration_s=7.0)
     service_s = run.requests["inference_s"].median()
     router_s = run.requests["router_s"].iloc[2:].median()
     print(f"service {service_s:.3f} s, router {router_s:.3f} s")
@@ -74,7 +76,7 @@ def test_continuous_batching_tells_engine_queue_prefill_and_decode_apart(
     measure: Callable[..., Run],
 ) -> None:
     settings = BASE.replace(app="continuous", max_num_seqs=4)
-    run = measure(settings, users=12, duration_s=10.0)
+    run = measure(settings, users=12, duration_s=8.0)
     good = measures.ok(run.requests)
     assert len(good) == len(run.requests) > 60
     assert measures.percentile(measures.identity_error_s(run.requests), 99) < 0.002
@@ -82,6 +84,7 @@ def test_continuous_batching_tells_engine_queue_prefill_and_decode_apart(
     # 4 slots for 12 users: two thirds of the time is spent waiting for a slot.
     late = good[good["sent_s"] > 2]
     share = late["engine_queue_s"].mean() / late["e2e_s"].mean()
+    print(f"share of the time spent waiting for a slot: {share:.3f}")
     assert share == pytest.approx(2 / 3, abs=0.08)
     assert run.samples.query("metric == 'running_sequences'")["value"].max() == 4
     assert run.samples.query("metric == 'kv_cache_share'")["value"].between(0, 1).all()
@@ -93,6 +96,7 @@ def test_continuous_batching_beats_static_batches_at_the_same_load(
     rates = {}
     for app in ("continuous", "batched"):
         settings = BASE.replace(app=app, max_batch_size=16, time_scale=0.3)
-        run = measure(settings, users=16, duration_s=8.0)
+        run = measure(settings, users=16, duration_s=6.0)
         rates[app] = measures.phases(run)["throughput_rps"].iloc[-1]
+    print("requests/s:", {app: f"{rate:.1f}" for app, rate in rates.items()})
     assert rates["continuous"] > 1.5 * rates["batched"]
