@@ -185,12 +185,12 @@ def _served_by(answer: requests.Response) -> tuple[str, str, int]:
     return replica, batch, int(size)
 
 
-def test_o26_a_real_resnet_gives_the_same_scores_in_every_replica(serving: Serving) -> None:
+def test_o26_a_real_resnet_gives_the_same_scores_in_every_replica(as_left: Serving) -> None:
     settings = BASE.replace(app="resnet50", engine="torch", num_replicas=2, max_ongoing_requests=2)
-    serving.deploy(settings)
+    as_left.deploy(settings)
     by_replica: dict[str, set[tuple[float, ...]]] = {}
     for _ in range(3):
-        for answer in _together(serving, [image(5, 0)] * 6):
+        for answer in _together(as_left, [image(5, 0)] * 6):
             assert answer.status_code == 200
             scores = answer.json()["scores"]
             assert len(scores) == 1000
@@ -198,34 +198,34 @@ def test_o26_a_real_resnet_gives_the_same_scores_in_every_replica(serving: Servi
             by_replica.setdefault(_served_by(answer)[0], set()).add(tuple(scores))
     assert len(by_replica) == 2
     assert len(set.union(*by_replica.values())) == 1
-    (other,) = _together(serving, [image(5, 1)])
+    (other,) = _together(as_left, [image(5, 1)])
     assert tuple(other.json()["scores"]) not in set.union(*by_replica.values())
 
-    (card,) = requests.get(f"{serving.url}/v1/models", timeout=9).json()["data"]
+    (card,) = requests.get(f"{as_left.url}/v1/models", timeout=9).json()["data"]
     assert "random" in card["weights"]
     assert "torch on CPU × 1" in card["engine"]  # of 0.1 CPUs reserved
-    engines = [r["engine"] for r in serving.replicas() if r["replica_id"] in by_replica]
+    engines = [r["engine"] for r in as_left.replicas() if r["replica_id"] in by_replica]
     assert [e["torch_threads"] for e in engines] == [1, 1]
 
 
-def test_o11_a_text_file_among_images_is_refused_alone(serving: Serving) -> None:
+def test_o11_a_text_file_among_images_is_refused_alone(as_left: Serving) -> None:
     settings = BASE.replace(
         app="resnet50-batched", max_batch_size=4, batch_wait_timeout_s=0.5, time_scale=1.0
     )
-    serving.deploy(settings)
+    as_left.deploy(settings)
     pictures = [image(5, i) for i in range(3)]
     for _ in range(2):
-        *good, bad = _together(serving, [*pictures, TEXT])
+        *good, bad = _together(as_left, [*pictures, TEXT])
         assert [a.status_code for a in good] == [200] * 3
         assert len({_served_by(a)[:2] for a in good}) == 1
         assert [_served_by(a)[2] for a in good] == [3] * 3
         assert len({tuple(a.json()["scores"]) for a in good}) == 3
         assert bad.status_code == 400
         assert "not a JPEG or PNG" in bad.json()["error"]["message"]
-    assert _classify(serving, bytes(4_000_001)).status_code == 413
+    assert _classify(as_left, bytes(4_000_001)).status_code == 413
 
-    serving.update(settings.replace(max_batch_size=2, batch_wait_timeout_s=0.1))
-    sizes = [_served_by(a)[2] for a in _together(serving, [image(6, i) for i in range(6)])]
+    as_left.update(settings.replace(max_batch_size=2, batch_wait_timeout_s=0.1))
+    sizes = [_served_by(a)[2] for a in _together(as_left, [image(6, i) for i in range(6)])]
     assert max(sizes) == 2
-    serving.update(settings.replace(max_batch_size=6))
-    assert [_served_by(a)[2] for a in _together(serving, pictures * 2)] == [6] * 6
+    as_left.update(settings.replace(max_batch_size=6))
+    assert [_served_by(a)[2] for a in _together(as_left, pictures * 2)] == [6] * 6
