@@ -41,7 +41,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
     count = 0
     seen: list[tuple[str, bytes]]
     left: list[int]  # tokens written to each stream whose client went away
-    told: list[list[float]]  # when each request arrived, and when each of its tokens was written
+    told: dict[int, list[float]]  # when each stream was asked for, and each of its tokens written
 
     def do_GET(self) -> None:
         self._send(200, b"{}")
@@ -58,7 +58,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
             more = {"Retry-After": self.retry_after} if self.retry_after else {}
             self._send(status, b'{"error": {"message": "full"}}', more)
         elif self.path == "/v1/completions" and json.loads(body).get("stream"):
-            self._stream()
+            self._stream(number)
         else:
             usage = {"prompt_tokens": 1, "completion_tokens": 1}
             answer = {"choices": [{"text": "a", "finish_reason": "length"}], "usage": usage}
@@ -74,31 +74,31 @@ class Answers(http.server.BaseHTTPRequestHandler):
             SERVED_BY: f"r1 {number} 1 {clock_id()} {self.arrived_s} {time.monotonic()} long",
         }
 
-    def _stream(self) -> None:
+    def _stream(self, number: int) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         sent, told = 0, [self.arrived_s]
-        type(self).told.append(told)
+        self.told[number] = told
         try:
             for gap_s in (0.0, *self.gaps_s):
                 time.sleep(gap_s)
-                self._event({"choices": [{"text": "a ", "finish_reason": None}]})
                 told.append(time.monotonic())
+                self._event({"choices": [{"text": "a ", "finish_reason": None}]})
                 sent += 1
                 if sent == self.cut_after:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return
-            timing = self._timing(0)
+            timing = self._timing(number)
             end: dict[str, object] = {"choices": [{"text": "", "finish_reason": "length"}]}
             self._event(end)
             time.sleep(0.05)  # a late usage chunk must not count as a token
             # Each piece holds two tokens: chunks are not tokens.
             usage = {"prompt_tokens": 7, "completion_tokens": 2 * sent}
-            told = {} if self.bare else {"kit": {
+            of_kit = {} if self.bare else {"kit": {
                 "server_timing": timing["Server-Timing"], "served_by": timing[SERVED_BY]}}  # fmt: skip
-            self._event({"choices": [], "usage": usage} | told)
+            self._event({"choices": [], "usage": usage} | of_kit)
             self._event("[DONE]")
             self.wfile.write(b"0\r\n\r\n")
         except OSError:
@@ -131,7 +131,7 @@ def server() -> Iterator[type[Answers]]:
         url = ""
         seen: list[tuple[str, bytes]] = []
         left: list[int] = []
-        told: list[list[float]] = []
+        told: dict[int, list[float]] = {}
 
     with Server(("127.0.0.1", 0), Here) as httpd:
         Here.url = f"http://127.0.0.1:{httpd.server_port}"
@@ -141,22 +141,30 @@ def server() -> Iterator[type[Answers]]:
         httpd.shutdown()
 
 
-def drive(server: type[Answers], folder: Path, seconds: float, **workload: object) -> Load:
+def drive(
+    server: type[Answers], folder: Path, seconds: float, at_least: int = 0, **workload: object
+) -> Load:
+    """Load for some seconds, longer where a busy machine has not had `at_least` requests by then."""
+    before = server.count
     load = Load(Workload(duration_s=seconds, **workload), server.url, folder)  # type: ignore[attr-defined]
     load.begin(time.monotonic())
     time.sleep(seconds)
+    deadline_s = time.monotonic() + 60
+    while server.count - before < at_least and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     load.stop()
     return load
 
 
 def test_o18_latencies_come_out_exact_not_rounded(server: type[Answers], tmp_path: Path) -> None:
     server.delays_s = (0.147, 0.449, 0.451)
-    rows = drive(server, tmp_path, 4.0, users=1).rows()
+    rows = drive(server, tmp_path, 4.0, 10, users=1).rows()
     for k, delay_s in enumerate(server.delays_s):
         # Against what the server itself took: a busy machine wakes it late.
         mine = rows.iloc[k::3]
         assert mine["decode_s"].min() >= delay_s
-        assert mine["e2e_s"].median() == pytest.approx(mine["decode_s"].median(), abs=0.02)
+        late_s = mine["e2e_s"] - mine["decode_s"]  # on the way, or because the client slept
+        assert 0 <= late_s.min() < 0.02
         seen_s = mine["e2e_s"].median()
         assert seen_s != round(seen_s, 2)
     assert measures.identity_error_s(rows).max() < 0.002
@@ -166,7 +174,7 @@ def test_o19_one_failed_request_is_a_row_and_not_a_failed_run(
     server: type[Answers], tmp_path: Path
 ) -> None:
     server.status_every, server.delays_s = (503, 10), (0.01,)
-    load = drive(server, tmp_path, 2.0, users=1)
+    load = drive(server, tmp_path, 2.0, 20, users=1)
     rows = load.rows()
     assert len(rows) == server.count > 10
     assert (rows["outcome"] == "rejected").sum() == server.count // 10
@@ -247,16 +255,20 @@ STREAM: dict[str, object] = {"users": 2, "stream": True, "prompt_tokens": 7, "ou
 
 def test_a_stream_is_timed_token_by_token(server: type[Answers], tmp_path: Path) -> None:
     server.delays_s = (0.1,)
-    rows = measures.ok(drive(server, tmp_path, 2.0, **STREAM).rows())
+    rows = measures.ok(drive(server, tmp_path, 2.0, 16, **STREAM).rows())
     assert len(rows) > 8
     # What the server saw of itself: a busy machine wakes it late.
-    told = pd.DataFrame(server.told).diff(axis=1).iloc[:, 1:]
-    assert (told.min() >= (0.1, *server.gaps_s)).all()
-    assert rows["ttft_s"].median() == pytest.approx(told[1].median(), abs=0.02)
+    told = pd.DataFrame([server.told[int(k)] for k in rows["batch_id"]])
+    assert (told.diff(axis=1).min()[1:] >= (0.1, *server.gaps_s)).all()
+    written_s = told.sub(told[0], axis=0)[[1, 2, 3, 4]].to_numpy()
+    gaps_s = rows["itl_ms"].str.split(expand=True).astype(float).to_numpy() / 1e3
+    ttft_s = rows["ttft_s"].to_numpy()[:, None]
+    read_s = np.hstack([ttft_s, ttft_s + gaps_s.cumsum(axis=1)])
+    late_s = (read_s - written_s).min(axis=0)  # the least is the way alone
+    assert ((late_s > -1e-4) & (late_s < 0.02)).all(), late_s
+    assert np.diff(late_s) == pytest.approx([0, 0, 0], abs=0.005)
     # The usage chunk comes 50 ms after the last token, and is no token.
-    assert rows["e2e_s"].median() == pytest.approx(told.sum(axis=1).median(), abs=0.03)
-    itl_ms = rows["itl_ms"].str.split(expand=True).astype(float).median().tolist()
-    assert itl_ms == pytest.approx((1e3 * told.iloc[:, 1:].median()).tolist(), abs=5)
+    assert rows["e2e_s"].to_numpy() == pytest.approx(read_s[:, -1], abs=0.001)
     for row in measures.records(rows):
         assert row["tpot_s"] == pytest.approx((row["e2e_s"] - row["ttft_s"]) / 7, abs=1e-5)
     assert set(rows["output_tokens"]) == {8}
@@ -276,7 +288,7 @@ def test_a_bare_server_gives_latency_and_tokens(
     server: type[Answers], tmp_path: Path, stream: bool
 ) -> None:
     server.bare, server.delays_s = True, (0.02,)
-    rows = measures.ok(drive(server, tmp_path, 1.0, **STREAM | {"stream": stream}).rows())
+    rows = measures.ok(drive(server, tmp_path, 1.0, 8, **STREAM | {"stream": stream}).rows())
     assert len(rows) > 5
     assert rows["e2e_s"].gt(0).all()
     assert rows["error"].str.contains("X-Served-By").all()
@@ -292,20 +304,20 @@ def test_broken_slow_and_abandoned_streams_keep_what_was_measured(
     for place in places:
         place.mkdir()
     server.cut_after = 2
-    cut = drive(server, places[0], 1.0, **STREAM).rows()
+    cut = drive(server, places[0], 1.0, 20, **STREAM).rows()
     assert set(cut["outcome"]) == {"cut"}
     assert cut["ttft_s"].notna().all()
-    gaps_s = [t[2] - t[1] for t in server.told]
+    gaps_s = [t[2] - t[1] for t in server.told.values()]
     assert cut["itl_ms"].astype(float).median() == pytest.approx(1e3 * np.median(gaps_s), abs=5)
 
     server.cut_after, server.gaps_s = None, (0.05, 2.0)
-    slow = drive(server, places[1], 1.5, **STREAM, timeout_s=0.4).rows()
+    slow = drive(server, places[1], 1.5, 2, **STREAM, timeout_s=0.4).rows()
     assert set(slow["outcome"]) == {"timeout"}
     assert slow["error"].str.contains("0.4 s").all()
 
     server.gaps_s, server.left[:] = (0.05,) * 6, []
     half = {"leave_after_tokens": 1, "leave_share": 0.5}
-    left = drive(server, places[2], 2.0, **STREAM, **half).rows()
+    left = drive(server, places[2], 2.0, 12, **STREAM, **half).rows()
     plan = Workload(**STREAM, **half)  # type: ignore[arg-type]
     leaves = left["request"].map(plan.leaves)
     assert leaves.map({True: "left", False: "ok"}).tolist() == left["outcome"].tolist()
