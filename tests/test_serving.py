@@ -40,6 +40,18 @@ def running_config(serving: Serving) -> dict[str, object]:
     return next(s["user_config"] for s in serving.replicas() if s["replica_id"] == only)
 
 
+def under_load(folder: Path, rows: int, act: Callable[[], object]) -> None:
+    """Act as soon as the run in `folder` has so many rows, however long its start takes."""
+
+    def wait() -> None:
+        path = folder / "requests.csv"
+        while not path.exists() or path.read_text().count("\n") <= rows:
+            time.sleep(0.05)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def test_o1_the_cluster_wants_a_token_and_the_kit_brings_it(serving: Serving) -> None:
     bare = requests.get(f"{serving._client._address}/api/serve/applications/", timeout=5)
     assert bare.status_code == 401
@@ -218,9 +230,10 @@ def test_plain_serve_batch_keeps_its_small_batches_where_the_gate_fills_them(
         settings = BASE.replace(
             max_batch_size=2, batch_wait_timeout_s=0.02, hold_while_busy=hold, time_scale=0.15
         )
-        run = measure(settings, Change(3, "max_batch_size", 16), users=16, duration_s=9.0)
-        late = run.requests[run.requests["sent_s"] > 4.5]
+        run = measure(settings, Change(2, "max_batch_size", 16), users=16, duration_s=7.0)
+        late = run.requests[run.requests["sent_s"] > 3.5]
         sizes[hold] = late["batch_size"].mean()
+    print("mean batch:", {hold: f"{size:.1f}" for hold, size in sizes.items()})
     assert sizes[False] < 5
     assert sizes[True] > 8
 
@@ -297,7 +310,7 @@ def test_o16_shed_load_is_told_apart_and_does_not_flatter_the_percentiles(
     settings = BASE.replace(
         app="unbatched", time_scale=1.0, max_ongoing_requests=1, max_queued_requests=2
     )
-    run = measure(settings, users=12, think_time_s=0.2, max_output_tokens=60, duration_s=8.0)
+    run = measure(settings, users=12, think_time_s=0.2, max_output_tokens=60, duration_s=6.0)
     shed = run.requests[run.requests["outcome"] == "rejected"]
     served = run.requests[run.requests["outcome"] == "ok"]
     assert len(shed) > len(served) > 3
@@ -387,9 +400,9 @@ def test_attach_reads_what_runs_and_leaves_it_running(serving: Serving) -> None:
 
 
 def test_an_interrupted_run_keeps_what_it_measured_and_says_so(
-    serving: Serving, measure: Callable[..., Run]
+    serving: Serving, measure: Callable[..., Run], tmp_path: Path
 ) -> None:
-    threading.Timer(6.0, _thread.interrupt_main).start()
+    under_load(tmp_path / "run", 12, _thread.interrupt_main)
     run = measure(BASE, users=8, duration_s=30.0)
     assert run.status == "interrupted"
     assert "interrupted" in run.notes[-1]
@@ -409,13 +422,13 @@ def test_a_run_that_could_not_be_deployed_says_so_on_disk(
 
 
 def test_a_killed_load_generator_marks_the_run_and_keeps_its_rows(
-    measure: Callable[..., Run],
+    measure: Callable[..., Run], tmp_path: Path
 ) -> None:
     def kill() -> None:
         (locust,) = [p for p in psutil.Process().children() if "locust" in " ".join(p.cmdline())]
         locust.kill()
 
-    threading.Timer(5.0, kill).start()
+    under_load(tmp_path / "run", 12, kill)
     run = measure(BASE, users=8, duration_s=30.0)
     assert run.status == "failed"
     assert "the load generator died" in run.notes[-1]
@@ -426,7 +439,8 @@ def test_a_killed_load_generator_marks_the_run_and_keeps_its_rows(
 def test_a_killed_replica_is_marked_in_the_run_and_replaced(
     serving: Serving, tmp_path: Path, measure: Callable[..., Run]
 ) -> None:
-    threading.Timer(3.0, lambda: os.kill(next(iter(pids(serving).values())) or 0, 9)).start()
+    (pid,) = pids(serving).values()
+    under_load(tmp_path / "run", 4, lambda: os.kill(pid or 0, 9))
     run = measure(BASE, users=4, duration_s=20.0)
     assert run.status == "complete"
     assert any("died" in note for note in run.notes)
