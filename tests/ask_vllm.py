@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -73,10 +74,11 @@ async def ask(engine: VllmEngine) -> dict[str, Any]:
         await asyncio.sleep(0.01)
     told["leaving"] |= {"after": engine.stats(), "took_s": time.monotonic() - left_s}
 
+    # Looked for before: on a busy machine that may take longer than the job.
+    core = next(p for p in psutil.Process().children() if "EngineCore" in p.name())
     running = asyncio.create_task(engine.submit(job("z", 400)))
     while not engine.executing:
         await asyncio.sleep(0.01)
-    core = next(p for p in psutil.Process().children() if "EngineCore" in p.name())
     os.kill(core.pid, signal.SIGKILL)
     told["killed"] = {
         "running": await _error(asyncio.wait_for(running, 30)),
@@ -93,7 +95,14 @@ async def _error(awaited: Any) -> str:
         return str(error)
 
 
+def make_model(folder: str) -> None:
+    """In a process of its own: torch may be imported here only with the engine's environment."""
+    code = "import sys, pathlib, kit.models as m; m.tiny_model(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, folder], check=True)
+
+
 async def main() -> None:
+    make_model(sys.argv[1])
     engine = VllmEngine(sys.argv[1], max_model_len=512, kv_cache_tokens=1024)
     print("TOLD " + json.dumps(await ask(engine), default=dataclasses.asdict), flush=True)
     engine.shutdown()

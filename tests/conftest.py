@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from kit.workload import Workload
 BASE = Settings(time_scale=0.15, look_back_period_s=2.0, upscale_delay_s=1.0)
 """What the shared cluster runs between tests."""
 
+Asked = tuple[subprocess.Popen[bytes], Path]
+
 
 def pytest_configure() -> None:
     # A shell that starts the tests in the background lets them ignore Ctrl-C, which some test.
@@ -31,6 +35,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("cluster")
     # Two clusters at a time would share two cores.
     items.sort(key=lambda item: "_cluster" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random model, to be made by `tiny_model`: only the first to ask makes it."""
+    return tmp_path_factory.mktemp("models") / "tiny"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_asked(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Asked | None]:
+    """`tests/ask_vllm.py` beside the tests that come before those which want its answers.
+
+    It takes half a minute and one core, which most of the others leave idle.
+    """
+    if not any("told" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        yield None
+        return
+    script, said = Path(__file__).with_name("ask_vllm.py"), tiny.with_name("said.txt")
+    env = os.environ | {"PYTHONPATH": str(script.parents[1]), "VLLM_LOGGING_LEVEL": "WARNING"}
+    with said.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(tiny)], stdout=out, stderr=subprocess.STDOUT, env=env
+        )
+    yield process, said
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import types
@@ -12,9 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
+from conftest import Asked
 
 from kit import models
-from kit.models import ModelError, resolve, tiny_model
+from kit.models import ModelError, resolve
 from kit.vllm_meter import Meter
 
 
@@ -71,18 +71,13 @@ def test_meter_counts_what_vllm_tells() -> None:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(vllm_asked: Asked) -> dict[str, Any]:
     """What `tests/ask_vllm.py` found out in one engine's life, by the names used below."""
-    folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    script = Path(__file__).with_name("ask_vllm.py")
-    root = str(script.parents[1])
-    ended = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": root, "VLLM_LOGGING_LEVEL": "WARNING"},
-    )  # fmt: skip
-    answer = [line for line in ended.stdout.splitlines() if line.startswith("TOLD ")]
-    assert answer, ended.stdout[-3000:]
+    process, said = vllm_asked
+    process.wait(200)
+    text = said.read_text()
+    answer = [line for line in text.splitlines() if line.startswith("TOLD ")]
+    assert answer, text[-3000:]
     found: dict[str, Any] = json.loads(answer[-1].removeprefix("TOLD "))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -26,11 +27,10 @@ def test_vllm_computes_on_whole_cores() -> None:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(tiny: Path) -> Settings:
     """A tiny random model: what is tested is what is around it."""
-    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
     return BASE.replace(
-        app="continuous", engine="vllm", model=str(model), num_cpus=1.0, num_replicas=2,
+        app="continuous", engine="vllm", model=str(tiny_model(tiny)), num_cpus=1.0, num_replicas=2,
         kv_cache_tokens=8192, max_num_seqs=16,
     )  # fmt: skip
 
