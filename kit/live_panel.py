@@ -255,7 +255,8 @@ class Panel:
         self._records.follow(view)
         for name, control in self.controls.items():
             if name in BY_NAME and not control.waiting:
-                if control.served != (value := getattr(view.settings, name)):
+                # What serves now: the view may be older than the last move.
+                if control.served != (value := getattr(self.session.settings, name)):
                     control.show(value)
                     control.say("changed elsewhere", "good")
                 matters = control.knob.matters(view.settings)

@@ -167,8 +167,9 @@ def test_o18_latencies_come_out_exact_not_rounded(server: type[Answers], tmp_pat
         assert 0 <= late_s.min() < 0.02
         seen_s = mine["e2e_s"].median()
         assert seen_s != round(seen_s, 2)
-    # Two readings of a clock: a machine that is busy in between parts some, but not most.
+    # Two readings of a clock: a machine that is busy in between parts a few.
     assert measures.identity_error_s(rows).median() < 0.0005
+    assert measures.identity_error_s(rows).quantile(0.95) < 0.002
 
 
 def test_o19_one_failed_request_is_a_row_and_not_a_failed_run(
@@ -276,8 +277,9 @@ def test_a_stream_is_timed_token_by_token(server: type[Answers], tmp_path: Path)
     assert set(rows["prompt_tokens"]) == {7}
     assert set(rows["finish_reason"]) == {"length"}
     assert set(rows["route"]) == {"long"}
-    # Two readings of a clock: a machine that is busy in between parts some, but not most.
+    # Two readings of a clock: a machine that is busy in between parts a few.
     assert measures.identity_error_s(rows).median() < 0.0005
+    assert measures.identity_error_s(rows).quantile(0.95) < 0.002
     assert rows["rest_s"].abs().median() < 0.01
     asked = json.loads(server.seen[0][1])
     assert len(asked.pop("prompt").split()) == 7
