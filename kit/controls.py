@@ -32,7 +32,7 @@ class Control:
         knob: from a registry.
         value: what serves now.
         ask: called with name and value when a person wants another; may raise, the text is shown.
-        high: a bound below the knob's own, such as what the cluster holds.
+        high: where the slider ends, below the knob's own bound: what the cluster holds.
         fixed: why the knob cannot be changed here; None when it can.
     """
 
@@ -50,6 +50,7 @@ class Control:
         self._ask = ask
         self._own: int | None = None
         self.said, self.mood = "", ""
+        self._bounds = ladder.bounds(knob, high)
         self._steps = None if knob.low is None else ladder.steps(knob, high)
         self._values: list[Any] = []
         self._text: w.Text | None = None
@@ -160,9 +161,7 @@ class Control:
         if (text, mood) == (self.said, self.mood) and self._line.value:
             return
         self.said, self.mood = text, mood
-        known = self.fixed or " · ".join(
-            filter(None, (ladder.bounds(self.knob), COST_WORDS[self.knob.cost]))
-        )
+        known = self.fixed or " · ".join(filter(None, (self._bounds, COST_WORDS[self.knob.cost])))
         state = f'<b class="kit-{mood}">{html.escape(text)}</b> · ' if text else ""
         self._line.value = (
             f'<div class="kit-line" aria-live="polite">{state}{html.escape(known)}</div>'

@@ -38,17 +38,18 @@ def text(knob: Knob, value: Any) -> str:
     return f"{plain} {unit}".strip()
 
 
-def bounds(knob: Knob) -> str:
-    """What the knob takes, briefly: `1 to 512 requests`, `0 to 60 s or none`; empty of a choice."""
+def bounds(knob: Knob, high: float | None = None) -> str:
+    """What the knob takes, briefly: `1 to 512 requests`, `0 to 60 s or none`; empty of a choice.
+
+    `high` is a bound below the knob's own, from what the cluster holds.
+    """
     if knob.low is None or knob.high is None:
         return "text" if knob.kind == "text" and not knob.choices else ""
-    low = "above " * knob.low_open + f"{knob.low:,.9g}"
-    words = [f"{low} to {knob.high:,.9g} {knob.unit}".strip()]
-    words += [c for c in knob.choices if isinstance(c, str)]
-    if knob.low == -1:
-        words[0] = f"0 to {knob.high:,.9g} {knob.unit}"
-        words.append(_NO_LIMIT)
-    return " or ".join(words + [_NONE] * knob.nullable)
+    low = "0" if knob.low == -1 else "above " * knob.low_open + f"{knob.low:,.9g}"
+    most = f"{min(knob.high, high or knob.high):,.9g} {knob.unit}".strip()
+    words = [f"{low} to {most}", *(c for c in knob.choices if isinstance(c, str))]
+    words += [_NO_LIMIT] * (knob.low == -1) + [_NONE] * knob.nullable
+    return " or ".join(words)
 
 
 def parse(knob: Knob, written: str) -> Any:

@@ -180,9 +180,7 @@ class Panel:
                 self._shape,
                 w.HBox(presets, layout={"flex_flow": "row wrap"}),
                 self._preset_line,
-                w.Accordion(
-                    children=list(sections.values()), titles=list(sections), selected_index=0
-                ),
+                w.Tab(children=list(sections.values()), titles=list(sections)),
             ],
             layout={"flex": "1 1 380px", "min_width": "320px"},
         )
@@ -309,6 +307,7 @@ class Panel:
 
 
 _HIGH_LOAD = {"users": 512, "think_time_s": 60}
+"""Where sliders of the load end; more can be written."""
 
 
 def most_replicas(serving: Connection) -> int | None:

@@ -37,7 +37,8 @@ class Status:
 
     @property
     def running(self) -> tuple[Replica, ...]:
-        return tuple(r for r in self.replicas if r.state == "RUNNING")
+        # One that takes new values goes on serving meanwhile.
+        return tuple(r for r in self.replicas if r.state in ("RUNNING", "UPDATING"))
 
     @property
     def starting(self) -> tuple[Replica, ...]:

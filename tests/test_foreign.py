@@ -12,9 +12,11 @@ import pytest
 import requests
 from conftest import BASE, ask
 
+import kit
 from kit import foreign
 from kit.cluster import ServingError
 from kit.foreign import Foreign
+from kit.live_panel import Panel
 from kit.load import Load
 from kit.sampler import Sampler, read_samples
 from kit.serving import Serving, attach
@@ -324,17 +326,40 @@ def test_an_app_of_serve_run_is_refused_and_keeps_running(connect: Callable[...,
     assert complete(guest)["max_batch_size"] == 2
 
 
-def test_o4_a_reconfigure_that_raises_is_undone(connect: Callable[..., Foreign]) -> None:
+def test_o4_a_reconfigure_that_raises_is_undone_and_said_beside_its_control(
+    connect: Callable[..., Foreign], tmp_path: Path
+) -> None:
     guest = connect("theirs")
     before = guest.settings
     assert before is not None
-    with pytest.raises(ServingError, match=r"(?s)bad luck.*before it are serving again") as error:
-        guest.update(before.replace(max_batch_size=13))
-    assert "File " not in str(error.value)
-    assert guest.settings == before
-    assert complete(guest)["max_batch_size"] == 2
-    assert guest.update(before.replace(max_batch_size=3)).restarted_replicas == 0
-    assert complete(guest)["max_batch_size"] == 3
+    panel = kit.panel(guest, Workload(users=2), moves=[], folder=tmp_path / "run")
+    assert isinstance(panel, Panel)
+    try:
+        panel._toggle_load()
+        size, wait_s = panel.controls["max_batch_size"], panel.controls["batch_wait_timeout_s"]
+        assert "user_config has no batch_wait_timeout_s" in wait_s._line.value
+        assert wait_s._main.disabled
+        size.written("13")
+        wait(lambda: size.mood == "bad")
+        assert "bad luck" in size.said
+        assert "before it are serving again" in size.said
+        assert "File " not in size.said
+        assert size.served == 2
+        assert guest.settings == before
+        assert complete(guest)["max_batch_size"] == 2
+        size.written("3")
+        wait(lambda: size.mood == "good")
+        assert "restarted" not in size.said
+        assert complete(guest)["max_batch_size"] == 3
+        ended = len(panel.run.requests)
+        wait(lambda: panel.run.requests["outcome"].iloc[ended:].eq("ok").any())
+        wait(lambda: panel._plot.value)
+        assert panel.session.trouble == ""
+        path = panel._records.save().removeprefix("saved: ")
+        assert "max_batch_size: 3" in Path(path).read_text()
+    finally:
+        panel.close()
+    assert "bad luck" in panel.run.changes["error"].iloc[1]
 
 
 def test_a_change_by_somebody_else_is_noticed_before_anything_is_sent(

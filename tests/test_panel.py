@@ -147,6 +147,22 @@ def test_o22_o23_serve_goes_and_comes_back_under_the_panel(
     assert panel.run.changes["error"].str.contains("is not running").sum() == 1
 
 
+def test_a_panel_that_no_page_shows_ends_its_load(
+    opened: Callable[..., Panel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panel = opened()
+    panel._toggle_load()
+    monkeypatch.setattr(live_panel, "UNSEEN_S", 1.0)
+    monkeypatch.setattr(live_panel, "connections", lambda: None)  # no server tells: it may be seen
+    time.sleep(2.5)
+    assert panel.session.crowd.active
+    monkeypatch.setattr(live_panel, "connections", lambda: 0)
+    until(lambda: panel.session.ended)
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("kit-")])
+    assert not panel.session.crowd.active
+    assert panel.run.status == "complete"
+
+
 def test_impossible_and_restarting_moves_are_said_beside_their_control(
     serving: Serving, opened: Callable[..., Panel]
 ) -> None:
