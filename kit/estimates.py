@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import pandas as pd
 
 from kit import bootstrap, measures
 from kit.bootstrap import Floats
@@ -71,7 +70,7 @@ def resampled(
         "throughput_rps": (good, gaps),
         "output_tokens_per_s": (tokens, gaps),
         "batch_size_mean_requests": (np.nan_to_num(sizes) * batched, batched),
-        "good_fraction": (_within(table, slo), every),
+        "good_fraction": (np.asarray(measures.keeps(table, slo), dtype=np.float64), every),
     }
     columns: dict[str, Floats] = {
         m.column: np.where(good > 0, table[m.column].to_numpy(dtype=float), math.nan)
@@ -87,22 +86,6 @@ def resampled(
     values = np.asarray(inside, dtype=np.float64)
     found |= figures_of({}, {"replicas_mean": (values, np.ones_like(values))}, rng)
     return found
-
-
-def _within(table: pd.DataFrame, slo: Mapping[str, float | None]) -> Floats:
-    """1 for each attempt that keeps all promises, as `measures.good_fraction` counts; else 0."""
-    met = table["outcome"] == "ok"
-    for name, limit_s in slo.items():
-        if limit_s is None:
-            continue
-        values = table[name.replace("_p95_s", "_s")]
-        if values.isna().all():
-            return np.full(len(table), math.nan)
-        within = values <= limit_s
-        if name == "tpot_p95_s":
-            within |= table["output_tokens"] < 2
-        met &= within
-    return np.asarray(met, dtype=np.float64)
 
 
 def figures_of(

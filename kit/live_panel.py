@@ -9,27 +9,30 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ipywidgets as w
 
 from kit import advise, live, script
-from kit.accelerator import DATA
+from kit.accelerator import DATA, NO_ACCELERATOR, profile_names, vision_names
 from kit.connection import Connection
 from kit.controls import Control
 from kit.experiment import Change, Slo
-from kit.knobs import describe
+from kit.figures import accelerator_note
+from kit.knobs import Knob
 from kit.ladder import text
 from kit.live_figure import LiveFigure
+from kit.load_controls import LoadControls, button, tried
 from kit.mover import Move
 from kit.page import connections, has_page
 from kit.records import Records
 from kit.script import DEMO, Script
 from kit.session import Session
 from kit.settings import BY_NAME, PRESETS
-from kit.shapes import SHAPES
+from kit.store import Run
 from kit.view import View
 from kit.workload import Workload
 
@@ -51,9 +54,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "App": ("app", "engine", "accelerator", "time_scale", "load_time_s", "postprocess"),
 }  # fmt: skip
 """Knobs as people think of them; a knob that the app has no use for is not shown."""
-LOAD_FIELDS = (
-    "users", "lengths", "stream", "think_time_s", "output_tokens", "prompt_tokens", "retry",
-)  # fmt: skip
 UNSEEN_S = 60.0
 """A panel that no page shows for so long ends its session."""
 _MOODS: dict[str, Any] = {"applying": "busy", "applied": "good", "refused": "bad", "unchanged": ""}
@@ -110,12 +110,13 @@ class Panel:
             serving, workload, slo, tell=self.told, on_tick=self.redraw, **options
         )  # fmt: skip
         self.controls = self._controls(serving)
+        self.load = LoadControls(self.session.crowd)
         self._records = Records(self.session)
         self.widget = self._layout()
         self._ready.set()
 
     @property
-    def run(self) -> Any:
+    def run(self) -> Run:
         """All that the session has recorded so far, as a `Run`."""
         return self.session.run()
 
@@ -133,34 +134,22 @@ class Panel:
     def _controls(self, serving: Connection) -> dict[str, Control]:
         most = most_replicas(serving)
         high = dict.fromkeys(("num_replicas", "min_replicas", "max_replicas"), most)
-        found = {
+        return {
             name: Control(
-                BY_NAME[name], getattr(self.session.settings, name), self.asked, high.get(name),
+                _offered(BY_NAME[name]), getattr(self.session.settings, name), self.asked, high.get(name),
                 serving.read_only(name),
             )
             for names in GROUPS.values()
             for name in names
         }  # fmt: skip
-        for name in LOAD_FIELDS:
-            value = getattr(self.session.crowd.workload, name)
-            found[name] = Control(describe(Workload, name), value, self.asked, _HIGH_LOAD.get(name))
-        return found
 
     def _layout(self) -> w.Widget:
-        self._start = _button("Start load", self._toggle_load, "success")
-        self._load_line = w.HTML()
-        self._shape = w.Dropdown(
-            options=list(SHAPES), value=self.session.crowd.shape, description="shape",
-            tooltip="; ".join(f"{k}: {v[1]}" for k, v in SHAPES.items()),
-            style={"description_width": "13.5em"},
-        )  # fmt: skip
-        self._shape.observe(lambda change: self._tried(self._load_line, self._set_shape), "value")
         self._preset_line = w.HTML()
-        self._trouble, self._says, self._numbers = w.HTML(), w.HTML(), w.HTML()
+        self._trouble, self._says, self._numbers, self._note = (w.HTML() for _ in range(4))
         self._plot = w.Image(format="png", layout={"width": "100%", "max_width": "1100px"})
         self._plot.add_class("kit-plot")
         presets = [
-            _button(name, partial(self._tried, self._preset_line, partial(self.preset, name)))
+            button(name, partial(tried, self._preset_line, partial(self.preset, name)))
             for name in ("chat", "throughput", "manual", "auto", "last good")
         ]
         self._autoscaling_line = w.HTML()
@@ -171,13 +160,11 @@ class Panel:
             )
             for group, names in GROUPS.items()
         }  # fmt: skip
-        sections["Workload"] = w.VBox([self.controls[n].widget for n in LOAD_FIELDS[1:]])
+        sections["Workload"] = self.load.workload
         sections["Record"] = self._records.widget
         left = w.VBox(
             [
-                w.HBox([self._start, self._load_line]),
-                self.controls["users"].widget,
-                self._shape,
+                self.load.widget,
                 w.HBox(presets, layout={"flex_flow": "row wrap"}),
                 self._preset_line,
                 w.Tab(children=list(sections.values()), titles=list(sections)),
@@ -185,7 +172,7 @@ class Panel:
             layout={"flex": "1 1 380px", "min_width": "320px"},
         )
         right = w.VBox(
-            [self._trouble, self._says, self._numbers, self._plot],
+            [self._trouble, self._says, self._numbers, self._plot, self._note],
             layout={"flex": "2 1 480px", "min_width": "320px"},
         )
         body = w.Box([left, right], layout={"display": "flex", "flex_flow": "row wrap"})
@@ -195,13 +182,8 @@ class Panel:
         return root
 
     def asked(self, name: str, value: Any) -> None:
-        """A control wants another value: of a knob, or of the workload."""
-        if name in BY_NAME:
-            self.session.move(**{name: value})
-            return
-        self.session.crowd.change(**{name: value})
-        self.controls[name].show(getattr(self.session.crowd.workload, name))
-        self.controls[name].say("from each user's next request on", "good")
+        """A control wants another value of its knob."""
+        self.session.move(**{name: value})
 
     def told(self, move: Move) -> None:
         """What became of a move goes beside its controls; once it is over they show what serves."""
@@ -248,11 +230,13 @@ class Panel:
         self._numbers.value = _tiles(live.numbers(view))
         self._says.value = f'<div class="kit-says">{html.escape(advise.sentence(view))}</div>'
         trouble = html.escape(self.session.trouble)
+        note = html.escape(accelerator_note(self.session.outline(view.changes)))
+        self._note.value = f'<div class="kit-line">{note}</div>'
         self._trouble.value = f'<div class="kit-trouble" role="alert">{trouble}</div>'
-        self._show_load()
+        self.load.follow()
         self._records.follow(view)
         for name, control in self.controls.items():
-            if name in BY_NAME and not control.waiting:
+            if not control.waiting:
                 # What serves now: the view may be older than the last move.
                 if control.served != (value := getattr(self.session.settings, name)):
                     control.show(value)
@@ -265,38 +249,6 @@ class Panel:
             "below num_replicas takes effect once that is auto.</div>"
         )  # fmt: skip
 
-    def _show_load(self) -> None:
-        status = self.session.crowd.status()
-        on = self.session.crowd.active
-        self._start.description = "Stop load" if on else "Start load"
-        self._start.button_style = "warning" if on else "success"
-        words = (
-            f"{status['users']} users, {status['in_flight']} requests under way"
-            if on
-            else "no load"
-        )
-        self._load_line.value = f'<div class="kit-line">{words}</div>'
-
-    def _toggle_load(self) -> None:
-        self._start.disabled = True
-        act = self.session.crowd.stop if self.session.crowd.active else self.session.crowd.start
-        try:
-            self._tried(self._load_line, act)
-        finally:
-            self._start.disabled = False
-
-    def _set_shape(self) -> str:
-        self.session.crowd.change(shape=self._shape.value)
-        return SHAPES[self._shape.value][1]
-
-    def _tried(self, line: w.HTML, act: Callable[[], str | None]) -> None:
-        """Do what a person asked; words or the error go into the line beside it."""
-        try:
-            said, mood = act() or "", "good"
-        except Exception as error:  # in a callback nobody else would see it
-            said, mood = str(error) or type(error).__name__, "bad"
-        line.value = f'<div class="kit-line kit-{mood}">{html.escape(str(said))}</div>'
-
     def _unseen(self) -> bool:
         now_s = time.monotonic()
         if now_s - self._asked_pages_s > UNSEEN_S / 6:
@@ -306,8 +258,11 @@ class Panel:
         return now_s - self._seen_s > UNSEEN_S
 
 
-_HIGH_LOAD = {"users": 512, "think_time_s": 60}
-"""Where sliders of the load end; more can be written."""
+def _offered(knob: Knob) -> Knob:
+    """The knob, with the names that it may take where these are known."""
+    if knob.name != "accelerator":
+        return knob
+    return replace(knob, choices=(*profile_names(), *vision_names(), NO_ACCELERATOR))
 
 
 def most_replicas(serving: Connection) -> int | None:
@@ -319,12 +274,6 @@ def most_replicas(serving: Connection) -> int | None:
     there = ray.cluster_resources()
     needs = {"CPU": serving.settings.num_cpus, "GPU": serving.settings.num_gpus}
     return min((int(there.get(k, 0) / need) for k, need in needs.items() if need), default=None)
-
-
-def _button(name: str, act: Callable[[], None], style: str = "") -> w.Button:
-    button = w.Button(description=name, button_style=style, layout={"width": "auto"})
-    button.on_click(lambda _: act())
-    return button
 
 
 def _tiles(numbers: dict[str, float]) -> str:

@@ -260,22 +260,28 @@ def good_fraction(run: Run) -> float:
 def good_fraction_of(requests: pd.DataFrame, slo: Mapping[str, float | None]) -> float:
     """Successful requests within all the SLO's limits ÷ all attempts but those told to leave.
 
-    NaN without any, and where a promise has no figure at all, as TTFT without streams. An output of
-    one token has no TPOT, so it breaks no promise about it.
+    NaN without any, and where a promise has no figure at all, as TTFT without streams.
     """
-    table = requests[requests["outcome"] != "left"]
-    met = table["outcome"] == "ok"
+    met = keeps(requests[requests["outcome"] != "left"], slo)
+    return float(met.mean()) if len(met) else math.nan
+
+
+def keeps(requests: pd.DataFrame, slo: Mapping[str, float | None]) -> pd.Series[float]:
+    """1 for each attempt that succeeded within all the SLO's limits, else 0; all of it NaN where a
+    promise has no figure at all. An output of one token has no TPOT, so it breaks no promise of it.
+    """
+    met = requests["outcome"] == "ok"
     for name, limit_s in slo.items():
         if limit_s is None:
             continue
-        values = table[name.replace("_p95_s", "_s")]
+        values = requests[name.replace("_p95_s", "_s")]
         if values.isna().all():
-            return math.nan
+            return pd.Series(math.nan, index=requests.index)
         within = values <= limit_s
         if name == "tpot_p95_s":
-            within |= table["output_tokens"] < 2
+            within |= requests["output_tokens"] < 2
         met &= within
-    return float(met.mean()) if len(table) else math.nan
+    return met.astype("float64")
 
 
 def summary(run: Run) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import ipywidgets as w
 
-from kit import compare, export, report, store
+from kit import compare, export, measures, report, store
 from kit.compare import Stretch
 from kit.session import Session
 from kit.view import View
@@ -62,8 +62,9 @@ class Records:
 
     def offer(self) -> list[str]:
         """Fill both choices with this session's stretches and the newest runs; returns their names."""
-        run = self._session.run()
-        mine = [s.label for s in compare.stretches(run)]
+        outline = self._session.outline(self._session.changes())  # rows would take their time
+        moves = measures.moves(outline).dropna(subset="applied_s")
+        mine = ["start", *moves["label"]]
         names = [f"{n}  {label}" for n, label in enumerate(mine)]
         place = self._session.folder.parent
         others = sorted(
@@ -117,7 +118,11 @@ class Records:
         if name.startswith("run "):
             folder = self._session.folder.parent / name.removeprefix("run ")
             return compare.whole(store.load(folder))
-        return compare.stretches(self._session.run())[int(name.split()[0])]
+        run, label = self._session.run(), name.split("  ", 1)[1]
+        found = [s for s in compare.stretches(run) if s.label == label]
+        if not found:
+            raise ValueError(f"{label}: too short a stretch to compare")
+        return found[-1]
 
     def _button(self, name: str, act: Callable[[], str]) -> w.Button:
         button = w.Button(description=name, layout={"width": "auto"})

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from kit import advise, cluster, store
+from kit.accelerator import NO_ACCELERATOR
 from kit.cluster import ServingError
 from kit.connection import Connection
 from kit.crowd import Crowd
@@ -25,7 +26,7 @@ from kit.experiment import Experiment, Slo
 from kit.live import Recent
 from kit.mover import Move, Mover, timer_reset
 from kit.sampler import Sampler
-from kit.settings import Settings
+from kit.settings import VISION_APPS, Settings
 from kit.store import CHANGE_COLUMNS, Run
 from kit.view import View
 from kit.workload import Workload
@@ -65,7 +66,7 @@ class Session:
         if serving.settings is None:
             raise ServingError("nothing is deployed: call deploy(settings) first")
         self.serving = serving
-        workload = workload or Workload()
+        workload = _fitting(workload or Workload(), serving.settings)
         self.slo = slo or Slo()
         self.last_good: Settings = serving.settings
         """The latest settings under which every promise was kept; at first those it began with."""
@@ -160,6 +161,7 @@ class Session:
     def _moved(self, move: Move) -> None:
         text = move.text
         if move.state == "applied":
+            self.crowd.change(kind=_fitting(self.crowd.workload, self.settings).kind)
             in_flight = float(self.crowd.status()["in_flight"])
             again = timer_reset(self.settings, move, in_flight, self._target())
             if again:
@@ -195,6 +197,11 @@ class Session:
                     }
                 )
             self._write("running")
+
+    def outline(self, changes: pd.DataFrame) -> Run:
+        """The run without its rows: what it is about, and these of its changes."""
+        experiment = self._blank.experiment | {"settings": self.settings.model_dump()}
+        return replace(self._blank, experiment=experiment, changes=changes)
 
     def changes(self) -> pd.DataFrame:
         """All changes so far, `store.CHANGE_COLUMNS`."""
@@ -253,3 +260,11 @@ class Session:
         if self.sampler.error:
             texts.append(self.sampler.error)
         return " ".join(filter(None, [*texts, self.crowd.died]))
+
+
+def _fitting(workload: Workload, settings: Settings) -> Workload:
+    """The workload, of images where the app takes nothing else, and of text where it takes none."""
+    kind: Literal["text", "image"] = "image" if settings.app in VISION_APPS else "text"
+    if workload.kind == kind or settings.accelerator == NO_ACCELERATOR:
+        return workload  # an app of others, which may take either
+    return Workload(**workload.model_dump() | {"kind": kind})

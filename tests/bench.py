@@ -10,15 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ipywidgets as widgets
 import pandas as pd
+import psutil
 from fakes import fake_run
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from kit import figures, measures
+from kit import advise, figures, measures
 from kit.accelerator import NO_ACCELERATOR
 from kit.application import application
 from kit.live import Recent, numbers
@@ -26,6 +28,7 @@ from kit.live_figure import LiveFigure
 from kit.load import Load
 from kit.serving import Serving, start
 from kit.settings import Settings
+from kit.store import Run
 from kit.view import View
 from kit.workload import Workload
 
@@ -122,23 +125,11 @@ def redraws(rps: int = 100, span_s: int = 300, rounds: int = 20) -> dict[str, li
     """
     end_s = span_s + rounds
     run = fake_run(rps * end_s, duration_s=float(end_s))
-    ended_s = measures.finished_s(run.requests)
-    requests = run.requests.iloc[ended_s.argsort()]
-    ended_s = ended_s.sort_values()
-    busy = run.samples[run.samples["source"] == "replica:r1"]
-    more = [busy.assign(source=f"replica:r{k}") for k in (2, 3, 4)]
-    samples = pd.concat([run.samples, *more]).sort_values("time_s", kind="stable")
-    tables = ((requests, ended_s, "requests.csv"), (samples, samples["time_s"], "samples.csv"))
     found: dict[str, list[float]] = {"live": [], "plain": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder, figure = Path(scratch), LiveFigure()
-        recent, before_s = Recent(folder), -1.0
-        for now_s in range(span_s - 1, end_s + 1):
-            for table, at_s, name in tables:
-                new = table[at_s.gt(before_s).to_numpy() & at_s.le(now_s).to_numpy()]
-                path = folder / name
-                new.to_csv(path, mode="a", header=not path.exists(), index=False)
-            before_s = now_s
+        recent = Recent(folder)
+        for now_s in growing(run, folder, span_s - 1, end_s):
             began_s = time.process_time()
             view = recent.view(float(now_s), Settings(), run.experiment["slo"], run.changes)
             numbers(view)
@@ -148,6 +139,55 @@ def redraws(rps: int = 100, span_s: int = 300, rounds: int = 20) -> dict[str, li
             plainly(view)
             found["plain"].append(time.process_time() - began_s)
     return {name: values[2:] for name, values in found.items()}  # the first reads all at once
+
+
+def growing(run: Run, folder: Path, from_s: int, end_s: int) -> Iterator[int]:
+    """A run's files as they grow second by second, with four replicas; yields each second."""
+    ended_s = measures.finished_s(run.requests)
+    requests = run.requests.iloc[ended_s.argsort()]
+    busy = run.samples[run.samples["source"] == "replica:r1"]
+    more = [busy.assign(source=f"replica:r{k}") for k in (2, 3, 4)]
+    samples = pd.concat([run.samples, *more]).sort_values("time_s", kind="stable")
+    tables = (
+        (requests, ended_s.sort_values(), "requests.csv"),
+        (samples, samples["time_s"], "samples.csv"),
+    )
+    at = [0, 0]
+    for now_s in range(from_s, end_s + 1):
+        for k, (table, at_s, name) in enumerate(tables):
+            until = int(at_s.searchsorted(now_s, side="right"))
+            path = folder / name
+            new = table.iloc[at[k] : until]
+            new.to_csv(path, mode="a", header=not path.exists(), index=False)
+            at[k] = until
+        yield now_s
+
+
+def an_hour(rps: int = 20) -> dict[str, float]:
+    """Growth of this process over an hour of the panel's redraws at 1 Hz, as fast as they come.
+
+    Each one reads what a second appended, draws, words the sentence and fills the widget; 30 changes.
+    From the third minute on, when every cache is warm.
+    """
+    run = fake_run(rps * 3600, duration_s=3600.0)
+    moved = [run.changes.assign(asked_s=120.0 * k, applied_s=120.0 * k + 0.4) for k in range(30)]
+    changes = pd.concat(moved, ignore_index=True)
+    picture, me = widgets.Image(format="png"), psutil.Process()
+    before, began_s = 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, figure = Path(scratch), LiveFigure(700, 640)
+        recent = Recent(folder)
+        seconds = growing(run, folder, 0, 3600)
+        for now_s in tqdm(seconds, desc="an hour of redraws", total=3600, mininterval=1.0):
+            known = changes[changes["asked_s"] <= now_s]
+            view = recent.view(float(now_s), Settings(), run.experiment["slo"], known)
+            numbers(view)
+            advise.sentence(view)
+            picture.value = figure.png(view)
+            if now_s == 180:
+                before = me.memory_info().rss
+    grown = me.memory_info().rss - before
+    return {"grown_bytes": grown, "took_s": time.monotonic() - began_s}
 
 
 def plainly(view: View) -> None:
@@ -200,6 +240,13 @@ def main() -> int:
         else:
             print(f"      the same points in a plain matplotlib figure: {took_s}")
 
+    child = subprocess.run(
+        [sys.executable, __file__, "hour"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(child.stdout)
+    grown = found["grown_bytes"] / 1e6
+    line("an hour of the panel at 1 Hz: memory grown", f"{grown:.0f} MB", "under 50 MB", grown < 50)
+
     settings = Settings(app="unbatched", accelerator=NO_ACCELERATOR)
     with tempfile.TemporaryDirectory() as scratch, start(settings, port=8123) as serving:
         folder = Path(scratch)
@@ -224,5 +271,7 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:] == ["million"]:
         print(json.dumps(million_rows()))
+    elif sys.argv[1:] == ["hour"]:
+        print(json.dumps(an_hour()))
     else:
         sys.exit(main())

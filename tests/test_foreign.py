@@ -335,7 +335,7 @@ def test_o4_a_reconfigure_that_raises_is_undone_and_said_beside_its_control(
     panel = kit.panel(guest, Workload(users=2), moves=[], folder=tmp_path / "run")
     assert isinstance(panel, Panel)
     try:
-        panel._toggle_load()
+        panel.load.toggle()
         size, wait_s = panel.controls["max_batch_size"], panel.controls["batch_wait_timeout_s"]
         assert "user_config has no batch_wait_timeout_s" in wait_s._line.value
         assert wait_s._main.disabled

@@ -59,20 +59,20 @@ def test_a_move_serves_on_the_same_replicas_and_is_a_row_of_the_run(
 ) -> None:
     panel = opened()
     pids = {r.pid for r in serving.status().running}
-    panel._toggle_load()
+    panel.load.toggle()
     size = panel.controls["max_batch_size"]
     for written in ("4 requests", "16", "12"):
         assert moved(size, written).startswith("applied in ")
         reported = {s["user_config"]["max_batch_size"] for s in serving.replicas()}
         assert reported == {int(written.split()[0])}
-    assert moved(panel.controls["output_tokens"], "30").startswith("from each user's next")
-    panel._shape.value = "spikes"
+    assert moved(panel.load.controls["output_tokens"], "30").startswith("from each user's next")
+    panel.load._shape.value = "spikes"
     panel.session.mark("half time")
     until(lambda: panel.run.requests["output_tokens"].eq(30).sum() > 8)
     assert {r.pid for r in serving.status().running} == pids
-    panel._toggle_load()
+    panel.load.toggle()
     until(lambda: panel.session.crowd.status()["in_flight"] == 0)
-    until(lambda: "no load" in panel._load_line.value)
+    until(lambda: "no load" in panel.load._line.value)
     panel.close()
     run = panel.run
     assert run.status == "complete"
@@ -90,7 +90,7 @@ def test_o9_a_dragged_slider_sends_few_updates_and_the_autoscaler_still_scales(
     auto = {"num_replicas": "auto", "max_replicas": 2, "target_ongoing_requests": 2.0}
     serving.update(BASE.replace(**auto))
     panel = opened()
-    panel._toggle_load()
+    panel.load.toggle()
     wait = panel.controls["batch_wait_timeout_s"]
     for k in range(100):
         wait.written(f"{10 + k} ms")
@@ -128,7 +128,7 @@ def test_o22_o23_serve_goes_and_comes_back_under_the_panel(
     serving: Serving, opened: Callable[..., Panel]
 ) -> None:
     panel = opened()
-    panel._toggle_load()
+    panel.load.toggle()
     size = panel.controls["max_batch_size"]
     serving._client.delete_applications()
     said = moved(size, "16")
@@ -151,7 +151,7 @@ def test_a_panel_that_no_page_shows_ends_its_load(
     opened: Callable[..., Panel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     panel = opened()
-    panel._toggle_load()
+    panel.load.toggle()
     monkeypatch.setattr(live_panel, "UNSEEN_S", 1.0)
     monkeypatch.setattr(live_panel, "connections", lambda: None)  # no server tells: it may be seen
     time.sleep(2.5)
@@ -190,6 +190,28 @@ def test_impossible_and_restarting_moves_are_said_beside_their_control(
     assert {r.pid for r in serving.status().running} == pids
 
 
+def test_another_app_gets_the_requests_that_it_takes(
+    serving: Serving, opened: Callable[..., Panel]
+) -> None:
+    panel = opened()
+    panel.load.toggle()
+    app = panel.controls["app"]
+    app.moved("resnet50-batched")
+    assert "restarts the replicas" in app.said
+    app.confirmed()
+    until(lambda: app.mood in ("good", "bad"))
+    assert "1 replicas restarted" in app.said
+    assert serving.settings
+    assert serving.settings.accelerator.startswith("resnet50.")
+    begun = panel.session.now_s
+    until(lambda: panel.run.requests.query(f"sent_s > {begun}")["outcome"].eq("ok").sum() > 20)
+    until(lambda: panel.controls["max_new_tokens"].widget.layout.display == "none")
+    assert panel.controls["max_batch_size"].widget.layout.display == "flex"
+    assert panel.session.crowd.workload.kind == "image"
+    assert panel.controls["accelerator"].served == serving.settings.accelerator
+    until(lambda: "T4" in panel._note.value)
+
+
 def test_presets_and_last_good(serving: Serving, opened: Callable[..., Panel]) -> None:
     panel = opened()
     assert "max_batch_size 32 requests" in panel.preset("throughput")
@@ -208,7 +230,7 @@ def test_presets_and_last_good(serving: Serving, opened: Callable[..., Panel]) -
 
 def test_what_a_person_takes_away(serving: Serving, opened: Callable[..., Panel]) -> None:
     panel = opened()
-    panel._toggle_load()
+    panel.load.toggle()
     time.sleep(4)
     moved(panel.controls["max_batch_size"], "2")
     time.sleep(4)
@@ -242,6 +264,19 @@ def test_a_script_plays_its_moves_and_shows_pictures(serving: Serving, tmp_path:
     assert "requests/s" in shown
     assert played.run.status == "complete"
     assert played.run.experiment["workload"]["duration_s"] == pytest.approx(6.0, abs=2.0)
+
+
+def test_a_load_that_cannot_start_says_so_until_it_does(
+    serving: Serving, opened: Callable[..., Panel]
+) -> None:
+    panel = opened()
+    url, panel.session.crowd._url = panel.session.crowd._url, "http://127.0.0.1:9"
+    panel.load.toggle()
+    time.sleep(2.5)
+    assert "nothing answers at http://127.0.0.1:9" in panel.load._line.value
+    panel.session.crowd._url = url
+    panel.load.toggle()
+    until(lambda: "8 users" in panel.load._line.value)
 
 
 # As plain functions.

@@ -1,0 +1,95 @@
+"""Who sends the load, as widgets: start and stop, users and their shape, and what they ask for."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ipywidgets as w
+
+from kit.controls import Control
+from kit.crowd import Crowd
+from kit.knobs import describe
+from kit.shapes import SHAPES
+from kit.workload import Workload, length_names
+
+FIELDS = ("lengths", "stream", "think_time_s", "output_tokens", "prompt_tokens", "retry")
+"""Fields of a workload that can be changed, beside its users."""
+_HIGH = {"users": 512, "think_time_s": 60}
+"""Where sliders end; more can be written."""
+
+
+class LoadControls:
+    """The controls of a `Crowd`: `widget` to start it, `workload` for what it asks for."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        self._crowd = crowd
+        self.controls = {name: self._control(name) for name in ("users", *FIELDS)}
+        self._start = button("Start load", self.toggle, "success")
+        self._line = w.HTML()
+        self._shape = w.Dropdown(
+            options=list(SHAPES), value=crowd.shape, description="shape",
+            tooltip="; ".join(f"{name}: {words}" for name, (_, words) in SHAPES.items()),
+            style={"description_width": "13.5em"},
+        )  # fmt: skip
+        self._shape.observe(lambda _: tried(self._line, self._set_shape), "value")
+        head = w.HBox([self._start, self._line])
+        self.widget = w.VBox([head, self.controls["users"].widget, self._shape])
+        self.workload = w.VBox([self.controls[name].widget for name in FIELDS])
+
+    def _control(self, name: str) -> Control:
+        knob = describe(Workload, name)
+        if name == "lengths":
+            knob = replace(knob, choices=tuple(length_names()))
+        return Control(knob, getattr(self._crowd.workload, name), self.asked, _HIGH.get(name))
+
+    def asked(self, name: str, value: Any) -> None:
+        """A control wants another value of its field."""
+        self._crowd.change(**{name: value})
+        self.controls[name].show(getattr(self._crowd.workload, name))
+        self.controls[name].say("from each user's next request on", "good")
+
+    def toggle(self) -> None:
+        """Start the load, or stop it; what prevents it is said beside the button."""
+        self._start.disabled = True
+        try:
+            tried(self._line, self._crowd.stop if self._crowd.active else self._crowd.start)
+        finally:
+            self._start.disabled = False
+
+    def follow(self) -> None:
+        """Show how many users there are; to be called once a second."""
+        on, status = self._crowd.active, self._crowd.status()
+        self._start.description = "Stop load" if on else "Start load"
+        self._start.button_style = "warning" if on else "success"
+        if not on and "kit-bad" in self._line.value:
+            return  # why it did not start stays until it does
+        words = (
+            f"{status['users']} users, {status['in_flight']} requests under way" * on or "no load"
+        )
+        self._line.value = f'<div class="kit-line">{words}</div>'
+        for name, control in self.controls.items():
+            if control.served != (value := getattr(self._crowd.workload, name)):
+                control.show(value)
+
+    def _set_shape(self) -> str:
+        self._crowd.change(shape=self._shape.value)
+        return SHAPES[self._shape.value][1]
+
+
+def tried(line: w.HTML, act: Callable[[], str | None]) -> None:
+    """Do what a person asked; words or the error go into the line beside it."""
+    try:
+        said, mood = act() or "", "good"
+    except Exception as error:  # in a callback nobody else would see it
+        said, mood = str(error) or type(error).__name__, "bad"
+    line.value = f'<div class="kit-line kit-{mood}">{html.escape(said)}</div>'
+
+
+def button(name: str, act: Callable[[], None], style: str = "") -> w.Button:
+    """A button that does `act` when it is clicked."""
+    made = w.Button(description=name, button_style=style, layout={"width": "auto"})
+    made.on_click(lambda _: act())
+    return made
