@@ -34,13 +34,15 @@ bench: setup
 	@$(PY) tests/bench.py
 	@$(PY) tests/bench_vllm.py
 
-# `make lab L="--no-browser --port 8890"` passes options to JupyterLab.
+# `make lab L="--no-browser --port 8890"` passes options to JupyterLab. A kernel that no page has shown
+# for some minutes is ended, and Ray with it; one that runs a cell is not.
 NOTEBOOKS ?= notebooks
 L ?=
 FIRST := live_tuning.ipynb
 lab: setup
 	@.venv/bin/jupyter lab --ip 127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
-	  $(if $(wildcard $(NOTEBOOKS)/$(FIRST)),--LabApp.default_url=/lab/tree/$(FIRST)) $(L) $(NOTEBOOKS)
+	  $(if $(wildcard $(NOTEBOOKS)/$(FIRST)),--LabApp.default_url=/lab/tree/$(FIRST)) \
+	  --MappingKernelManager.cull_idle_timeout=300 --MappingKernelManager.cull_interval=60 $(L) $(NOTEBOOKS)
 
 setup: $(DONE) $(MODEL)
 

@@ -226,6 +226,8 @@ class Panel:
         if self._unseen():
             threading.Thread(target=self.close, name="kit-close", daemon=True).start()
             return
+        trouble = html.escape(self.session.trouble)
+        self._trouble.value = f'<div class="kit-trouble" role="alert">{trouble}</div>'
         self._plot.value = self._figure.png(view)
         self._numbers.value = _tiles(live.numbers(view))
         self._says.value = f'<div class="kit-says">{html.escape(advise.sentence(view))}</div>'

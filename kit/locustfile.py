@@ -28,6 +28,9 @@ from kit.sse import Events, Stream
 from kit.workload import Lengths, Workload
 
 _SPAWN_PER_S = 1000
+_NOBODY_S = (
+    0.25  # pause of a user who found nobody there: asking at once again loads only this machine
+)
 
 
 class _Session:
@@ -117,6 +120,8 @@ class User(FastHttpUser):
         for attempt in range(1, attempts + 1):
             row = known | {"attempt": attempt}
             retry_after = self._try(workload, body, row)
+            if (row["outcome"] == "cut" and not row.get("status")) or row.get("status") == 404:
+                gevent.sleep(_NOBODY_S)
             if row["outcome"] != "rejected" or attempt == attempts:
                 return
             gevent.sleep(answers.pause_s(workload.retry, retry_after, self.dice))

@@ -72,6 +72,7 @@ class Session:
         """The latest settings under which every promise was kept; at first those it began with."""
         self.trouble = ""
         """What ails Serve or the load now, in words; empty while all is well."""
+        self._failed = ""
         self.view: View | None = None
         self.ended = False
         self._tell = tell or (lambda move: None)
@@ -229,8 +230,9 @@ class Session:
             started_s = time.monotonic()
             try:
                 self.tick()
+                self._failed = ""
             except Exception as error:  # shown, and tried again: a thread must not end unseen
-                self.trouble = str(error) or type(error).__name__
+                self._failed = str(error) or type(error).__name__
             # At most a quarter of a core, however long a tick takes.
             next_s = max(next_s + TICK_S, started_s + 4 * (time.monotonic() - started_s))
 
@@ -259,7 +261,7 @@ class Session:
             )
         if self.sampler.error:
             texts.append(self.sampler.error)
-        return " ".join(filter(None, [*texts, self.crowd.died]))
+        return " ".join(filter(None, [*texts, self.crowd.died, self._failed]))
 
 
 def _fitting(workload: Workload, settings: Settings) -> Workload:

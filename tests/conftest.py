@@ -73,7 +73,7 @@ def _cluster() -> Iterator[Serving]:
 @pytest.fixture
 def serving(_cluster: Serving) -> Serving:
     """The shared cluster with `BASE` deployed and one replica running."""
-    if _cluster.settings != BASE:
+    if _cluster.settings != BASE or _cluster.status().app != "RUNNING":
         _cluster.deploy(BASE)
     return _cluster
 

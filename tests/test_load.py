@@ -355,6 +355,17 @@ def test_retries_are_rows_and_follow_their_policy(server: type[Answers], tmp_pat
     assert pause_s.median() < 0.02
 
 
+def test_users_who_find_nobody_there_pause_before_they_ask_again(
+    server: type[Answers], tmp_path: Path
+) -> None:
+    server.status_every = (404, 1)
+    rows = drive(server, tmp_path, 2.0, users=1).rows()
+    assert set(rows["outcome"].iloc[:-1]) == {"invalid"}  # the last may be cut by the end
+    pause_s = rows["sent_s"].shift(-1) - measures.finished_s(rows)
+    assert len(rows) >= 3
+    assert pause_s.min() >= 0.25
+
+
 def test_images_go_through_the_same_rows(
     server: type[Answers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

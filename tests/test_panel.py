@@ -147,6 +147,9 @@ def test_o22_o23_serve_goes_and_comes_back_under_the_panel(
     until(lambda: "not running" not in panel._trouble.value)
     assert moved(size, "16").startswith("applied")
     seen = panel.run.requests
+    assert (
+        len(seen) < 8 * 4 * panel.session.now_s
+    )  # who finds nobody there waits before asking again
     until(lambda: panel.run.requests["outcome"].iloc[len(seen) :].eq("ok").any())
     assert panel.session.crowd.active
     assert panel.run.changes["error"].str.contains("is not running").sum() == 1
