@@ -164,12 +164,12 @@ def test_o18_latencies_come_out_exact_not_rounded(server: type[Answers], tmp_pat
         mine = rows.iloc[k::3]
         assert mine["decode_s"].min() >= delay_s
         late_s = mine["e2e_s"] - mine["decode_s"]  # on the way, or because the client slept
-        assert 0 <= late_s.min() < 0.02
+        assert 0 <= late_s.min() <= late_s.median() < 0.02
+        assert mine["e2e_s"].median() == pytest.approx(delay_s, abs=0.02)
         seen_s = mine["e2e_s"].median()
         assert seen_s != round(seen_s, 2)
-    # Two readings of a clock: a machine that is busy in between parts a few.
     assert measures.identity_error_s(rows).median() < 0.0005
-    assert measures.identity_error_s(rows).quantile(0.95) < 0.002
+    assert measures.identity_error_s(rows).max() < 0.002
 
 
 def test_o19_one_failed_request_is_a_row_and_not_a_failed_run(
@@ -269,6 +269,9 @@ def test_a_stream_is_timed_token_by_token(server: type[Answers], tmp_path: Path)
     late_s = (read_s - written_s).min(axis=0)  # the least is the way alone
     assert ((late_s > -1e-4) & (late_s < 0.02)).all(), late_s
     assert np.diff(late_s) == pytest.approx([0, 0, 0], abs=0.005)
+    assert np.median(ttft_s) == pytest.approx(0.1, abs=0.02)
+    assert rows["e2e_s"].median() == pytest.approx(0.18, abs=0.03)
+    assert 1e3 * np.median(gaps_s, axis=0) == pytest.approx([20, 40, 20], abs=5)
     # The usage chunk comes 50 ms after the last token, and is no token.
     assert rows["e2e_s"].to_numpy() == pytest.approx(read_s[:, -1], abs=0.001)
     for row in measures.records(rows):
@@ -277,9 +280,8 @@ def test_a_stream_is_timed_token_by_token(server: type[Answers], tmp_path: Path)
     assert set(rows["prompt_tokens"]) == {7}
     assert set(rows["finish_reason"]) == {"length"}
     assert set(rows["route"]) == {"long"}
-    # Two readings of a clock: a machine that is busy in between parts a few.
     assert measures.identity_error_s(rows).median() < 0.0005
-    assert measures.identity_error_s(rows).quantile(0.95) < 0.002
+    assert measures.identity_error_s(rows).max() < 0.002
     assert rows["rest_s"].abs().median() < 0.01
     asked = json.loads(server.seen[0][1])
     assert len(asked.pop("prompt").split()) == 7
@@ -313,6 +315,7 @@ def test_broken_slow_and_abandoned_streams_keep_what_was_measured(
     assert cut["ttft_s"].notna().all()
     gaps_s = [t[2] - t[1] for t in server.told.values()]
     assert cut["itl_ms"].astype(float).median() == pytest.approx(1e3 * np.median(gaps_s), abs=5)
+    assert cut["itl_ms"].astype(float).median() == pytest.approx(20, abs=5)
 
     server.cut_after, server.gaps_s = None, (0.05, 2.0)
     slow = drive(server, places[1], 1.5, 2, **STREAM, timeout_s=0.4).rows()
