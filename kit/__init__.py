@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     )
     from kit.experiment import SLOS, Change, Experiment, Slo, run, run_many
     from kit.live_panel import panel
+    from kit.presets import PRESETS
     from kit.serving import attach, start
-    from kit.settings import PRESETS, Settings, knobs
+    from kit.settings import Settings, knobs
     from kit.store import load
     from kit.workload import Stage, Workload
 
@@ -31,7 +32,7 @@ _HOMES = {
     "Change": "experiment", "Experiment": "experiment", "Slo": "experiment", "SLOS": "experiment",
     "run": "experiment", "run_many": "experiment", "panel": "live_panel", "attach": "serving",
     "start": "serving",
-    "PRESETS": "settings", "Settings": "settings", "knobs": "settings", "load": "store",
+    "PRESETS": "presets", "Settings": "settings", "knobs": "settings", "load": "store",
     "Stage": "workload", "Workload": "workload", "breakdown": "", "compare": "", "explain": "",
     "explain_apps": "", "export": "", "figures": "", "figures_apps": "", "measures": "", "report": "",
 }  # fmt: skip

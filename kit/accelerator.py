@@ -24,6 +24,8 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 
 NO_ACCELERATOR = "none"
 """A profile that takes no time: what is then measured is the plumbing around the model."""
+VISION_APPS = ("resnet50", "resnet50-batched")
+"""Apps that take images: their accelerators have profiles of their own."""
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from kit.clock import SERVED_BY
 from kit.contract import (
     Answer,
-    BadRequest,
     Call,
     ChatRequest,
     CompletionRequest,
-    Overloaded,
     PlainRequest,
     Sampling,
     error_body,
     read,
 )
 from kit.door import arrival_s, new_api
+from kit.refusal import BadRequest, Overloaded
 from kit.wording import Chat, Completion, OpenAIAnswer, Plain, PlainAnswer, Shape
 
 

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kit.accelerator import profile
+from kit.accelerator import VISION_APPS, profile
 from kit.clock import clock_id
 from kit.continuous import ContinuousEngine
 from kit.engine import Engine, StaticEngine
@@ -23,7 +23,6 @@ from kit.llm import Batched, Continuous, Unbatched
 from kit.models import resolve
 from kit.postprocess import Postprocess
 from kit.router import Router
-from kit.settings import VISION_APPS
 from kit.tokens import ModelTokens, Tokenizer, Words
 from kit.vision import vision_app
 

@@ -29,8 +29,8 @@ from ray.serve.task_processor import CeleryTaskProcessorAdapter
 
 from kit import broker
 from kit.application import APP_NAME
-from kit.contract import BadRequest, cause_of
 from kit.jobstore import JobStore
+from kit.refusal import BadRequest, cause_of
 
 QUEUE = "kit-jobs"
 UNPROCESSABLE = "kit-jobs-unprocessable"

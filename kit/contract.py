@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kit.knobs import Knob, describe, explain
+from kit.refusal import BadRequest
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 256
 
@@ -23,30 +24,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Parameters of the OpenAI API that are not offered, with the values that ask for nothing."""
 _HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier")
-
-
-class BadRequest(ValueError):
-    """A request that is refused before it can reach a batch: `status`, and which `param`."""
-
-    def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-
-
-class Overloaded(RuntimeError):
-    """A request that cannot be served now; `retry_after_s` says when to come again."""
-
-    def __init__(self, message: str, status: int = 503, retry_after_s: float | None = 1.0) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after_s = retry_after_s
-
-
-def cause_of(error: BadRequest | Overloaded) -> BadRequest | Overloaded:
-    """What another replica raised, without Ray's account of how it came here."""
-    cause = getattr(error, "cause", error)
-    return cause if isinstance(cause, BadRequest | Overloaded) else error
 
 
 def _param(default: Any, unit: str, text: str, **bounds: Any) -> Any:

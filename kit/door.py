@@ -18,8 +18,9 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kit.contract import BadRequest, Overloaded, error_body, fields_of
+from kit.contract import error_body, fields_of
 from kit.knobs import Knob, explain_errors
+from kit.refusal import BadRequest, Overloaded
 
 MAX_BODY_BYTES = 4_000_000
 _ARRIVED = "kit.arrived_s"

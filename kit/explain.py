@@ -12,10 +12,11 @@ from IPython.display import Markdown
 
 from kit import advise, measures
 from kit.accelerator import any_profile
-from kit.figures import accelerator_note
+from kit.provenance import accelerator_note
 from kit.settings import BY_NAME, Settings
 from kit.store import Run
 from kit.view import View
+from kit.windows import over_time
 from kit.workload import source
 
 SAME = 0.1
@@ -100,7 +101,7 @@ def _at_the_end(run: Run) -> View:
         span_s=end_s - float(last["start_s"]),
         settings=Settings(**run.experiment["settings"]).replace(**moved_to),
         slo=run.experiment["slo"],
-        windows=measures.over_time(run),
+        windows=over_time(run),
         recent=run.requests[(ended >= from_s) & (ended < end_s)],
         recent_s=end_s - from_s,
         samples=run.samples[run.samples["time_s"].between(float(last["start_s"]), end_s)],

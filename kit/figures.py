@@ -5,7 +5,6 @@ Colours are Okabe and Ito's, told apart by all common kinds of colour vision.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kit import measures
-from kit.accelerator import any_profile
 from kit.measures import OUTCOMES, PARTS, Sampled
+from kit.provenance import accelerator_note
 from kit.store import Run
+from kit.windows import over_time, parts_near
 
 PART_COLOURS = {
     "router_s": "#E69F00",
@@ -53,41 +53,11 @@ _SLO_STYLE: dict[str, Any] = {"lw": 1.2, "color": "#D55E00"}
 _WIDTH_IN = 10.0
 
 
-def accelerator_note(run: Run) -> str:
-    """What computed the answers; of an emulated accelerator also how far it can be trusted."""
-    settings = run.experiment["settings"]
-    engine = settings.get("engine", "emulated")
-    if engine != "emulated":
-        return " · ".join([_engine_name(run, engine), *_model(settings), _hardware(run)])
-    p = any_profile(settings["accelerator"])
-    scale = settings["time_scale"]
-    clock = "" if scale == 1 else f" · times × {scale:g} of the real accelerator's"
-    return f"{p.label}{clock}\n{textwrap.fill('evidence: ' + p.evidence, 130)}"
-
-
-def _engine_name(run: Run, engine: str) -> str:
-    packages = run.environment.get("packages", {})
-    names = {"vllm": "vLLM", "torch": "PyTorch"}
-    version = packages.get(engine) or packages.get(f"{engine}-cpu", "")
-    return f"{names.get(engine, engine)} {version.split('+')[0]}".strip()
-
-
-def _model(settings: Mapping[str, Any]) -> list[str]:
-    model = str(settings.get("model") or "")
-    return [model.rstrip("/").rsplit("/", 1)[-1]] if model else []
-
-
-def _hardware(run: Run) -> str:
-    gpus = run.environment.get("gpus") or []
-    used = run.experiment["settings"].get("num_gpus", 0)
-    return f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}" if gpus and used else "CPU"
-
-
 def overview(run: Run) -> Figure:
     """Latency, throughput, replicas and accelerator of one run on one time axis."""
     figure = Figure(figsize=(_WIDTH_IN, 13), layout="constrained", dpi=100)
     axes = figure.subplots(5, 1, sharex=True, height_ratios=[3, 3, 2, 2, 1.6])
-    windows, parts = measures.over_time(run), parts_seen(run.requests)
+    windows, parts = over_time(run), parts_seen(run.requests)
     latency(axes[0], windows, parts, 50)
     latency(axes[1], windows, parts, 95, run.experiment["slo"])
     throughput(axes[2], windows)
@@ -121,7 +91,7 @@ def latency(
 
     Args:
         ax: where to draw.
-        windows: columns as `measures.window_row`, in order of time; a row of which nothing is
+        windows: columns as `kit.windows.window_row`, in order of time; a row of which nothing is
             known but the time breaks the layers.
         parts: which of `measures.PARTS` to stack, bottom first.
         q: 50 or 95; at 95 the 95th percentile of queueing is drawn too.
@@ -251,7 +221,7 @@ def comparison(runs: Mapping[str, Run]) -> Figure:
     for ax, q in zip(axes[1:], (50, 95), strict=True):
         bottom = np.zeros(len(runs))
         parts = [
-            measures.parts_near(_settled(r, float(s["from_s"])), q)
+            parts_near(_settled(r, float(s["from_s"])), q)
             for r, s in zip(runs.values(), stretches, strict=True)
         ]
         for part in parts_seen(pd.concat([r.requests for r in runs.values()])):

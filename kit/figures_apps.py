@@ -20,12 +20,13 @@ from kit.figures import (
     OUTCOME_COLOURS,
     PART_COLOURS,
     PART_NAMES,
-    accelerator_note,
     nothing,
     parts_seen,
 )
 from kit.measures import OUTCOMES
+from kit.provenance import accelerator_note
 from kit.store import Run
+from kit.windows import parts_near
 
 _WIDTH_IN = 10.0
 _BESIDE: dict[str, Any] = {
@@ -55,7 +56,7 @@ def routes(run: Run) -> Figure:
     axes[0].bar_label(bars, fmt="%.3g", fontsize=8)
     axes[0].margins(y=0.12)
     for ax, q in zip(axes[1:], (50, 95), strict=True):
-        near = [measures.parts_near(good[good["route"] == r], q) for r in table["route"]]
+        near = [parts_near(good[good["route"] == r], q) for r in table["route"]]
         _stack(ax, names, near, parts_seen(good))
     axes[2].legend(*_reversed(axes[2]), **_BESIDE)
     for ax in axes:
@@ -70,7 +71,7 @@ def stages(runs: Mapping[str, Run]) -> Figure:
     parts = parts_seen(pd.concat([r.requests for r in runs.values()]))
     for ax, q in zip(axes, (50, 95), strict=True):
         ax.set_xlabel(f"latency at p{q} (s)")
-        near = [measures.parts_near(r.requests, q) for r in runs.values()]
+        near = [parts_near(r.requests, q) for r in runs.values()]
         _stack(ax, list(runs), near, parts, lying=True)
     axes[0].invert_yaxis()
     handles, labels = axes[0].get_legend_handles_labels()

@@ -30,9 +30,10 @@ from tqdm import tqdm
 
 from kit import broker, consumer
 from kit.application import JOBS_NAME
-from kit.contract import BadRequest, Overloaded, PlainRequest
+from kit.contract import PlainRequest
 from kit.door import new_api, overloaded
 from kit.jobstore import Job, JobStore, Status
+from kit.refusal import BadRequest, Overloaded
 
 
 class JobRequest(PlainRequest):

@@ -21,6 +21,7 @@ from kit.sampler import SAMPLE_TYPES
 from kit.settings import Settings
 from kit.store import Run
 from kit.view import RECENT_S, SPAN_S, View
+from kit.windows import window_of, window_row
 
 WINDOW_S = 2.0
 """Width of a window. One point of the plots; at least two fit between a change and its effect."""
@@ -96,12 +97,12 @@ class Recent:
         self._requests = pd.concat([self._requests, new], ignore_index=True)
         # A window is summed up anew when rows came in, so once it is over it stays as it is.
         first = max(self._whole_from, int((now_s - self._span_s) // WINDOW_S))
-        grown = [k for k in measures.window_of(new, WINDOW_S).unique() if k >= first]
-        kept = measures.window_of(self._requests, WINDOW_S)
+        grown = [k for k in window_of(new, WINDOW_S).unique() if k >= first]
+        kept = window_of(self._requests, WINDOW_S)
         touched = kept.isin(grown)
         for k, inside in self._requests[touched].groupby(kept[touched]):
             number = int(str(k))
-            self._windows[number] = measures.window_row(inside, number, WINDOW_S)
+            self._windows[number] = window_row(inside, number, WINDOW_S)
         # Of a long file read at once, too, no more is kept than its end.
         from_window = int((min(now_s, measures.finished_s(new).max()) - KEEP_S) // WINDOW_S)
         if len(self._requests) > MAX_REQUESTS:
@@ -137,10 +138,10 @@ def view_of(run: Run, until_s: float | None = None) -> View:
     ended = run.requests[measures.finished_s(run.requests) <= end_s]
     samples = run.samples[run.samples["time_s"] <= end_s]
     changes = run.changes[run.changes["asked_s"] <= end_s]
-    window = measures.window_of(ended, WINDOW_S)
+    window = window_of(ended, WINDOW_S)
     shown = ((window + 1) * WINDOW_S > end_s - SPAN_S) & ((window + 1) * WINDOW_S <= end_s)
     rows = [
-        measures.window_row(inside, int(str(k)), WINDOW_S)
+        window_row(inside, int(str(k)), WINDOW_S)
         for k, inside in ended[shown].groupby(window[shown])
     ]
     running = measures.series(run, "serve", "running_replicas")
@@ -205,7 +206,7 @@ def empty(types: Mapping[str, str]) -> pd.DataFrame:
     return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in types.items()})
 
 
-_WINDOW_COLUMNS = list(measures.window_row(empty(_REQUEST_TYPES), 0, WINDOW_S))
+_WINDOW_COLUMNS = list(window_row(empty(_REQUEST_TYPES), 0, WINDOW_S))
 
 
 class _Tail:

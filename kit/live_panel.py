@@ -21,17 +21,18 @@ from kit.accelerator import DATA, NO_ACCELERATOR, profile_names, vision_names
 from kit.connection import Connection
 from kit.controls import Control
 from kit.experiment import Change, Slo
-from kit.figures import accelerator_note
 from kit.knobs import Knob
 from kit.ladder import text
 from kit.live_figure import LiveFigure
 from kit.load_controls import LoadControls, button, tried
 from kit.mover import Move
 from kit.page import connections, has_page
+from kit.presets import PRESETS
+from kit.provenance import accelerator_note
 from kit.records import Records
 from kit.script import DEMO, Script
 from kit.session import Session
-from kit.settings import BY_NAME, PRESETS
+from kit.settings import BY_NAME
 from kit.store import Run
 from kit.view import View
 from kit.workload import Workload

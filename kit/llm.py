@@ -15,9 +15,10 @@ from ray.serve.handle import DeploymentHandle
 
 from kit.api import complete, make_api
 from kit.batching import DynamicBatching
-from kit.contract import Answer, BadRequest, Call, Overloaded
+from kit.contract import Answer, Call
 from kit.engine import Batching, Continuing, Done, Engine, EngineDead, Job, Sink
 from kit.postprocess import Policy, StreamCleaner, compile_schema, policy
+from kit.refusal import BadRequest, Overloaded
 from kit.replica import Replica
 
 RETRY_DEAD_S = 30.0

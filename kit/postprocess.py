@@ -14,7 +14,7 @@ from typing import Any
 
 import jsonschema_rs
 
-from kit.contract import BadRequest
+from kit.refusal import BadRequest
 from kit.replica import Replica
 
 MAX_SCHEMA_CHARS = 100_000

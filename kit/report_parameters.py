@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kit.experiment import Change, Experiment, Slo
-from kit.settings import PRESETS, Settings, SettingsError
+from kit.presets import PRESETS
+from kit.settings import Settings, SettingsError
 from kit.workload import Workload, WorkloadError
 
 WITH_RECORDED = ("recorded", "folder")

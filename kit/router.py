@@ -19,8 +19,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from kit.api import complete, make_api
-from kit.contract import Answer, BadRequest, Call, Overloaded, cause_of
+from kit.contract import Answer, Call
 from kit.engine import Done
+from kit.refusal import BadRequest, Overloaded, cause_of
 from kit.replica import Replica
 from kit.tokens import Tokenizer
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from kit import advise, cluster, store
-from kit.accelerator import NO_ACCELERATOR
+from kit.accelerator import NO_ACCELERATOR, VISION_APPS
 from kit.cluster import ServingError
 from kit.connection import Connection
 from kit.crowd import Crowd
@@ -26,7 +26,7 @@ from kit.experiment import Experiment, Slo
 from kit.live import Recent
 from kit.mover import Move, Mover, timer_reset
 from kit.sampler import Sampler
-from kit.settings import VISION_APPS, Settings
+from kit.settings import Settings
 from kit.store import CHANGE_COLUMNS, Run
 from kit.view import View
 from kit.workload import Workload

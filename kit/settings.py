@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from kit.accelerator import NO_ACCELERATOR, profile_names, vision_names
+from kit.accelerator import VISION_APPS
+from kit.conflicts import conflicts
 from kit.knobs import Knob, Level, describe, explain, knob
 
-VISION_APPS = ("resnet50", "resnet50-batched")
 VISION_ACCELERATOR = "resnet50.t4-pytorch21.03-amp"
 """What apps for images emulate unless told: the best fit of the published curves."""
 
@@ -263,41 +263,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _can_work(self) -> Self:
-        wrong = []
-        for_images = self.app in VISION_APPS
-        known = vision_names() if for_images else profile_names()
-        if self.accelerator not in [*known, NO_ACCELERATOR]:
-            near = difflib.get_close_matches(self.accelerator, known, 1, 0.0)[0]
-            wrong.append(
-                f"accelerator = {self.accelerator!r}: did you mean {near!r}? The {self.app} app "
-                f"knows: {', '.join([*known, NO_ACCELERATOR])}"
-            )
-        real = "torch" if for_images else "vllm"
-        if self.engine not in ("emulated", real):
-            wrong.append(
-                f"engine = {self.engine!r} is not for the {self.app} app: it takes 'emulated' or {real!r}"
-            )
-        if self.engine == "vllm" and self.num_cpus < 1 and self.num_gpus < 1:
-            wrong.append(
-                f"num_cpus = {self.num_cpus:g} with engine = 'vllm': vLLM computes on whole cores, "
-                "so give each replica num_cpus of 1 or more (or num_gpus of 1)"
-            )
-        if self.prompt_template.count("{prompt}") != 1:
-            wrong.append(
-                f"prompt_template = {self.prompt_template!r}: must hold {{prompt}} exactly once"
-            )
-        if self.min_replicas > self.max_replicas:
-            wrong.append(
-                f"min_replicas = {self.min_replicas} is above max_replicas = {self.max_replicas}: "
-                "raise max_replicas or lower min_replicas"
-            )
-        first = self.initial_replicas
-        if first is not None and not self.min_replicas <= first <= self.max_replicas:
-            wrong.append(
-                f"initial_replicas = {first} must lie between min_replicas = {self.min_replicas} "
-                f"and max_replicas = {self.max_replicas}"
-            )
-        if wrong:
+        if wrong := conflicts(self):
             raise SettingsError("\n".join(wrong))
         return self
 
@@ -345,21 +311,3 @@ def unknown(name: str, level: Level | None) -> str:
         place = _PLACES[BY_NAME[near[0]].level]
         return f"{name}{here}: no such knob; did you mean {near[0]!r} (in {place})?"
     return f"{name}{here}: no such knob; there are: {', '.join(BY_NAME)}"
-
-
-RAY_AUTO: dict[str, Any] = {
-    "num_replicas": "auto",
-    "max_ongoing_requests": 5,
-    "target_ongoing_requests": 2.0,
-    "min_replicas": 1,
-    "max_replicas": 100,
-}
-"""What Ray Serve means by `num_replicas="auto"`."""
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "chat": {"max_batch_size": 8, "batch_wait_timeout_s": 0.01},
-    "throughput": {"max_batch_size": 32, "batch_wait_timeout_s": 0.05},
-    "auto": RAY_AUTO,
-    "resnet50": {"app": "resnet50", "accelerator": VISION_ACCELERATOR, **RAY_AUTO},
-}
-"""Named starting points, to be passed to `replace`: `settings.replace(**PRESETS["chat"])`."""

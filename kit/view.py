@@ -24,7 +24,7 @@ class View:
         span_s: width of the plots' time axis, up to now.
         settings: what serves.
         slo: promises in seconds by name (`e2e_p95_s`, …), None promises nothing.
-        windows: ended requests by window, columns as `measures.over_time`, within the span.
+        windows: ended requests by window, columns as `windows.over_time`, within the span.
         recent: requests (`load.REQUEST_COLUMNS`) that ended within `RECENT_S`, or since the last
             change that took effect if that is later.
         recent_s: how many seconds `recent` covers.

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kit.batching import DynamicBatching
-from kit.contract import BadRequest
 from kit.door import arrival_s, new_api
 from kit.images import ImageError, Pixels, pixels
+from kit.refusal import BadRequest
 from kit.replica import Replica
 from kit.vision_engine import CLASSES, Classified, EmulatedVision, TorchVision, VisionEngine
 

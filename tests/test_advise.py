@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fakes import fake_run, view
 
-from kit import advise, explain, measures, settings
+from kit import advise, explain, measures, presets, settings
 from kit.settings import Settings
 from kit.view import View
 
@@ -167,7 +167,7 @@ CASES: dict[str, tuple[View, str, set[str], str]] = {
         "replicas_full", {"max_batch_size", "num_replicas"}, "a higher limit would only move the wait",
     ),
     "images, replicas full and busy": (
-        view(Settings(**settings.PRESETS["resnet50"]), samples=BUSY | {"ongoing_requests": 5,
+        view(Settings(**presets.PRESETS["resnet50"]), samples=BUSY | {"ongoing_requests": 5,
              "in_flight": 12},
              router_s=1.5, **SOLO),
         "replicas_full", {"upscale_delay_s"},

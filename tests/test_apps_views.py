@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from kit import breakdown, explain, explain_apps, figures, figures_apps, measures
 from kit.experiment import SLOS, Experiment, Slo
+from kit.provenance import accelerator_note
 from kit.settings import Settings
 from kit.store import Run
 from kit.workload import Workload
@@ -223,10 +224,10 @@ def test_real_engines_are_named_and_not_called_emulated(more: dict[str, object],
         run, environment=here,
         experiment=run.experiment | {"settings": run.experiment["settings"] | more},
     )  # fmt: skip
-    assert figures.accelerator_note(real) == note
+    assert accelerator_note(real) == note
     assert figures.overview(real).get_suptitle() == note
     assert "emulated" not in " ".join(explain.what_ran(real))
     assert note in explain.what_ran(real)[0]
     older = {k: v for k, v in run.experiment["settings"].items() if k not in ("engine", "model")}
     old = replace(run, experiment=run.experiment | {"settings": older})
-    assert "emulated NVIDIA H100" in figures.accelerator_note(old)
+    assert "emulated NVIDIA H100" in accelerator_note(old)

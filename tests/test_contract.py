@@ -12,15 +12,14 @@ from starlette.testclient import TestClient
 from kit.api import make_api
 from kit.contract import (
     Answer,
-    BadRequest,
     Call,
     ChatRequest,
     CompletionRequest,
-    Overloaded,
     PlainRequest,
     read,
 )
 from kit.postprocess import StreamCleaner, check_schema, compile_schema, policy
+from kit.refusal import BadRequest, Overloaded
 from kit.settings import Settings
 
 

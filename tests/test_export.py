@@ -13,8 +13,9 @@ from kit import broker, export
 from kit.application import APP_NAME, from_application
 from kit.cluster import ServingError
 from kit.experiment import Slo
+from kit.presets import PRESETS
 from kit.serving import Serving
-from kit.settings import PRESETS, Settings, knobs
+from kit.settings import Settings, knobs
 from kit.store import StoreError
 
 APPS = get_args(Settings.model_fields["app"].annotation)

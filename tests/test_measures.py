@@ -16,6 +16,7 @@ from kit import explain, figures, measures, store
 from kit.experiment import Change, Experiment
 from kit.settings import Settings, SettingsError
 from kit.store import StoreError
+from kit.windows import parts_near
 from kit.workload import Workload
 
 
@@ -39,7 +40,7 @@ def test_parts_add_up_at_every_percentile() -> None:
     table = requests_table(1000)
     assert measures.identity_error_s(table).max() < 1e-9
     for q in (50, 95):
-        total = measures.parts_near(table, q).sum()
+        total = parts_near(table, q).sum()
         assert total == pytest.approx(measures.percentile(table["e2e_s"], q), rel=0.02)
 
 

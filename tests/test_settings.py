@@ -9,7 +9,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from kit.application import application, autoscaling_config, from_application
 from kit.doubts import doubts
-from kit.settings import PRESETS, Settings, SettingsError, knobs
+from kit.presets import PRESETS
+from kit.settings import Settings, SettingsError, knobs
 
 BAD = [0, -1, 2.5, "0.05", "eight", math.nan, None, True, [4], 10_000]
 

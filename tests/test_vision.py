@@ -18,8 +18,9 @@ from kit.accelerator import NO_ACCELERATOR, _data, profile_names, vision_names, 
 from kit.application import application, from_application
 from kit.doubts import doubts
 from kit.images import ImageError, image, pixels
+from kit.presets import PRESETS, RAY_AUTO
 from kit.serving import Serving
-from kit.settings import PRESETS, RAY_AUTO, VISION_ACCELERATOR, Settings, SettingsError
+from kit.settings import VISION_ACCELERATOR, Settings, SettingsError
 from kit.vision_engine import EmulatedVision
 
 TEXT = b"this is a text file, not an image\n"
