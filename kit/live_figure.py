@@ -124,7 +124,7 @@ class LiveFigure:
             ax.ignore_existing_data_limits = True
             ax.set_autoscaley_on(True)
             ax.set_prop_cycle(None)
-        self._axes[4].set_ylim(0, 1)
+        self._axes[4].set_ylim(0, 1, auto=True)
 
     def _latency(self, view: View, windows: pd.DataFrame) -> None:
         median, tail = self._axes[:2]

@@ -53,6 +53,9 @@ class Sampler:
         """The last that Serve's controller told."""
         self.silence = ""
         """Why the controller's last answer failed to come; empty when it came."""
+        self.unheard = 0
+        """Readings in a row in which replicas ran and none was heard of, though some were before."""
+        self._heard = False
 
     def start(self, t0_s: float) -> None:
         """Begin; times count from `t0_s` on the monotonic clock."""
@@ -97,6 +100,9 @@ class Sampler:
         load = self._load_status()
         rows += [(load["t_s"] - self._t0_s, "load", m, load[m]) for m in ("users", "in_flight")]
         states = self._serving.replicas()
+        self._heard = self._heard or bool(states)
+        deaf = self._heard and not states and status is not None and status.running
+        self.unheard = self.unheard + 1 if deaf else 0
         if status is not None:
             known = {r.replica_id for r in status.running}
             helpers = {r.replica_id for r in status.helpers}

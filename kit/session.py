@@ -259,6 +259,11 @@ class Session:
             texts.append(
                 f"The app is not running: Serve says {status.app}. {status.message}".strip()
             )
+        elif self.sampler.unheard > 1:
+            texts.append(
+                f"Nothing answers at {self.serving.url}: requests fail until Serve's HTTP entrance "
+                "is back."
+            )
         if self.sampler.error:
             texts.append(self.sampler.error)
         return " ".join(filter(None, [*texts, self.crowd.died, self._failed]))

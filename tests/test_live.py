@@ -252,6 +252,15 @@ def test_peoples_words_are_drawn_as_they_are(recwarn: pytest.WarningsRecorder) -
 REAL = {"app": "continuous", "engine": "vllm", "model": "x"}
 
 
+def test_more_than_one_core_stays_in_the_picture() -> None:
+    view = view_of(session(), 50.0)
+    used = [(t, "replica:r1", "cpu_cores", 1.7) for t in np.arange(0, 50, 0.5)]
+    samples = pd.DataFrame(used, columns=view.samples.columns)
+    figure, _ = drawn(replace(view, settings=Settings(num_cpus=1.0, **REAL), samples=samples))
+    assert figure._axes[4].get_ylim()[0] == 0
+    assert figure._axes[4].get_ylim()[1] > 1.7
+
+
 def accelerator(settings: Settings, rows: list[tuple[str, str, float]]) -> tuple[str, list[str]]:
     """The label and the legend of the accelerator's panel for readings that stay the same."""
     view = view_of(session(), 50.0)

@@ -18,9 +18,11 @@ from kit.crowd import Crowd
 from kit.live_panel import Panel
 from kit.load import LoadError
 from kit.mover import Move, timer_reset
+from kit.sampler import Sampler
 from kit.script import Script
 from kit.serving import Serving
 from kit.settings import Settings, SettingsError
+from kit.status import Replica, Status
 from kit.workload import Workload, WorkloadError
 
 
@@ -316,6 +318,34 @@ def test_o9_a_move_says_which_running_delay_it_began_anew() -> None:
     assert timer_reset(Settings(), move, in_flight=8.0, target=1) == ""
     switched = Move("applied", {"num_replicas": (1, "auto")}, "", 0.0)
     assert timer_reset(auto, switched, in_flight=8.0, target=1) == ""
+
+
+class Told:
+    """A connection whose controller tells of one replica; `heard` is what the replica tells."""
+
+    heard: list[dict[str, object]]
+
+    def status(self) -> Status:
+        only = Replica("r1", "RUNNING", 1, "Model")
+        return Status("RUNNING", "HEALTHY", "", 1, (only,), (), 0.0, {})
+
+    def replicas(self) -> list[dict[str, object]]:
+        return self.heard
+
+
+def test_an_entrance_that_fell_silent_is_noticed_and_one_that_never_spoke_is_not(
+    tmp_path: Path,
+) -> None:
+    told = Told()
+    load = {"t_s": 0.0, "users": 0, "in_flight": 0}
+    sampler = Sampler(told, lambda: load, tmp_path / "samples.csv")  # type: ignore[arg-type]
+    state = {"replica_id": "r1", "t_s": 0.0, "busy_s": 0.0, "cpu_s": 0.0, "ongoing": 0}
+    seen = []
+    for heard in ([], [], [state], [], [], [state]):
+        told.heard = [s | {"executing": 0, "engine": {}} for s in heard]
+        sampler._read()
+        seen.append(sampler.unheard)
+    assert seen == [0, 0, 0, 1, 2, 0]
 
 
 def test_a_crowd_without_a_server_says_so_and_can_try_again(tmp_path: Path) -> None:
