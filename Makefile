@@ -19,11 +19,12 @@ MODEL := $(if $(filter cpu,$(KIND)),data/models/smollm2-135m-instruct/config.jso
 report: setup
 	@$(PY) -m kit.report $(P)
 
-test: setup
-	@$(PY) -m pytest -q tests
+# Tests of timing need the machine to themselves; the others share it.
+test: unit
+	@$(PY) -m pytest -q tests -m cluster
 
 unit: setup
-	@$(PY) -m pytest -q tests -m "not cluster"
+	@$(PY) -m pytest -q tests -m "not cluster" -n auto
 
 lint: setup
 	@.venv/bin/ruff check .
