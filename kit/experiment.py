@@ -13,18 +13,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from tqdm import tqdm
-
 from kit import serving as serving_module
 from kit import store
 from kit.cluster import ServingError
 from kit.doubts import doubts
 from kit.load import Load, LoadError
+from kit.progress import seconds
 from kit.sampler import Sampler
 from kit.serving import Applied, Serving
 from kit.settings import Settings, SettingsError, knobs
-from kit.store import CHANGE_COLUMNS, Run, StoreError
+from kit.store import Run, StoreError
 from kit.workload import Workload
 
 TICK_S = 0.1
@@ -136,18 +134,7 @@ def run(
     if serving is None:
         with serving_module.start(experiment.settings) as serving:
             return run(experiment, serving, folder, progress)
-    run_id = store.new_id(experiment.name)
-    empty = Run(
-        run_id=run_id,
-        experiment=experiment.as_dict(),
-        environment=store.environment(),
-        status="running",
-        notes=tuple(experiment.doubts()),
-        requests=pd.DataFrame(),
-        samples=pd.DataFrame(),
-        changes=pd.DataFrame(columns=list(CHANGE_COLUMNS)),
-        folder=folder or store.RUNS / run_id,
-    )
+    empty = store.begun(experiment.as_dict(), experiment.doubts(), folder)
     store.write(empty)
     try:
         serving.deploy(experiment.settings)
@@ -202,10 +189,7 @@ class _Attempt:
         self.t0_s = time.monotonic()
         self.sampler.start(self.t0_s)
         self.load.begin(self.t0_s)
-        bar = tqdm(
-            total=duration_s, mininterval=1.0, desc=self.experiment.name, unit="s", disable=not progress,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s",
-        )  # fmt: skip
+        bar = seconds(duration_s, self.experiment.name, progress)
         try:
             while (now_s := time.monotonic() - self.t0_s) < duration_s:
                 bar.update(min(now_s, duration_s) - bar.n)
@@ -257,22 +241,14 @@ class _Attempt:
             self._record(applied, "")
 
     def _record(self, applied: Applied, error: str) -> None:
-        for knob, (was, now) in applied.changes.items():
-            self.changes.append(
-                {
-                    "knob": knob,
-                    "from": str(was),
-                    "to": str(now),
-                    "asked_s": applied.asked_s - self.t0_s,
-                    "applied_s": applied.applied_s - self.t0_s,
-                    "restarted_replicas": float(applied.restarted_replicas),
-                    "error": error,
-                }
-            )
+        self.changes += store.change_rows(
+            applied.changes, applied.asked_s - self.t0_s, applied.applied_s - self.t0_s,
+            applied.restarted_replicas, error,
+        )  # fmt: skip
         store.write(self._so_far())
 
     def _so_far(self) -> Run:
-        changes = pd.DataFrame(self.changes, columns=list(CHANGE_COLUMNS))
+        changes = store.change_table(self.changes)
         return replace(self.blank, notes=tuple(self.notes), changes=changes)
 
     def _finish(self, status: store.Ending) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tqdm import tqdm
 
@@ -26,3 +27,11 @@ def waiting(text: str) -> Iterator[None]:
         finally:
             done.set()
             thread.join()
+
+
+def seconds(total_s: float, text: str, shown: bool) -> tqdm[Any]:
+    """A bar of seconds gone by, to be moved by `update`."""
+    return tqdm(
+        total=total_s, mininterval=1.0, desc=text, unit="s", disable=not shown,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s",
+    )  # fmt: skip

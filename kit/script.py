@@ -12,11 +12,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from kit import advise, live
 from kit.experiment import Change
 from kit.live_figure import LiveFigure
+from kit.progress import seconds
 from kit.session import Session
 from kit.settings import BY_NAME, SettingsError
 from kit.store import Run
@@ -82,10 +81,7 @@ class Script:
 
     def _play(self, due: list[Change], end_s: float, progress: bool) -> None:
         start_s = time.monotonic()
-        with tqdm(
-            total=end_s, mininterval=1.0, desc="session", unit="s", disable=not progress,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s",
-        ) as bar:  # fmt: skip
+        with seconds(end_s, "session", progress) as bar:
             while (now_s := time.monotonic() - start_s) < end_s:
                 bar.update(now_s - bar.n)
                 knobs = {}

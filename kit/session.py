@@ -21,13 +21,12 @@ from kit.accelerator import NO_ACCELERATOR, VISION_APPS
 from kit.cluster import ServingError
 from kit.connection import Connection
 from kit.crowd import Crowd
-from kit.doubts import doubts
 from kit.experiment import Experiment, Slo
 from kit.live import Recent
 from kit.mover import Move, Mover, timer_reset
 from kit.sampler import Sampler
 from kit.settings import Settings
-from kit.store import CHANGE_COLUMNS, Run
+from kit.store import Run
 from kit.view import View
 from kit.workload import Workload
 
@@ -77,18 +76,8 @@ class Session:
         self.ended = False
         self._tell = tell or (lambda move: None)
         self._on_tick = on_tick or (lambda view: None)
-        run_id = store.new_id(name)
-        self._blank = Run(
-            run_id=run_id,
-            experiment=Experiment(serving.settings, workload, slo=self.slo, name=name).as_dict(),
-            environment=store.environment(),
-            status="running",
-            notes=tuple(doubts(serving.settings)),
-            requests=pd.DataFrame(),
-            samples=pd.DataFrame(),
-            changes=pd.DataFrame(columns=list(CHANGE_COLUMNS)),
-            folder=Path(folder) if folder else store.RUNS / run_id,
-        )
+        about = Experiment(serving.settings, workload, slo=self.slo, name=name)
+        self._blank = store.begun(about.as_dict(), about.doubts(), folder)
         self._changes: list[dict[str, Any]] = []
         self._notes = list(self._blank.notes)
         self._lock = threading.RLock()
@@ -185,18 +174,11 @@ class Session:
     ) -> None:
         now_s = self.now_s
         with self._lock:
-            for knob, (was, now) in knobs.items():
-                self._changes.append(
-                    {
-                        "knob": knob,
-                        "from": str(was),
-                        "to": str(now),
-                        "asked_s": move.asked_s - self.t0_s if move else now_s,
-                        "applied_s": move.applied_s - self.t0_s if move else now_s,
-                        "restarted_replicas": float(move.restarted_replicas if move else 0),
-                        "error": error,
-                    }
-                )
+            self._changes += store.change_rows(
+                knobs, move.asked_s - self.t0_s if move else now_s,
+                move.applied_s - self.t0_s if move else now_s,
+                move.restarted_replicas if move else 0, error,
+            )  # fmt: skip
             self._write("running")
 
     def outline(self, changes: pd.DataFrame) -> Run:
@@ -207,7 +189,7 @@ class Session:
     def changes(self) -> pd.DataFrame:
         """All changes so far, `store.CHANGE_COLUMNS`."""
         with self._lock:
-            return pd.DataFrame(self._changes, columns=list(CHANGE_COLUMNS))
+            return store.change_table(self._changes)
 
     def _write(self, status: store.Ending) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ import os
 import platform
 import secrets
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,8 @@ import psutil
 
 from kit import gpu, leftovers
 from kit.accelerator import DATA
-from kit.load import REQUEST_COLUMNS, read_requests
+from kit.load import read_requests
+from kit.rows import REQUEST_COLUMNS
 from kit.sampler import SAMPLE_COLUMNS, read_samples
 
 SCHEMA = 1
@@ -76,6 +77,42 @@ def new_id(name: str) -> str:
     """`20260131-184500-name-1f3a`: sorts by time."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return f"{now}-{name}-{secrets.token_hex(2)}"
+
+
+def begun(
+    experiment: dict[str, Any], notes: Sequence[str] = (), folder: Path | str | None = None
+) -> Run:
+    """A run that begins now, without rows; empty or no `folder` is `data/runs/<run id>`."""
+    run_id = new_id(experiment["name"])
+    return Run(
+        run_id=run_id,
+        experiment=experiment,
+        environment=environment(),
+        status="running",
+        notes=tuple(notes),
+        requests=pd.DataFrame(),
+        samples=pd.DataFrame(),
+        changes=change_table([]),
+        folder=Path(folder) if folder else RUNS / run_id,
+    )
+
+
+def change_rows(
+    knobs: Mapping[str, tuple[Any, Any]],
+    asked_s: float,
+    applied_s: float,
+    restarted_replicas: int = 0,
+    error: str = "",
+) -> list[dict[str, Any]]:
+    """Rows of changes that went together: `knobs` has name → (from, to), times as the run counts."""
+    shared = {"asked_s": asked_s, "applied_s": applied_s, "error": error,
+              "restarted_replicas": float(restarted_replicas)}  # fmt: skip
+    return [{"knob": k, "from": str(a), "to": str(b)} | shared for k, (a, b) in knobs.items()]
+
+
+def change_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Rows of changes as a table, `CHANGE_COLUMNS`."""
+    return pd.DataFrame(rows, columns=list(CHANGE_COLUMNS))
 
 
 def environment() -> dict[str, Any]:
