@@ -19,9 +19,8 @@ MODEL := $(if $(filter cpu,$(KIND)),data/models/smollm2-135m-instruct/config.jso
 report: setup
 	@$(PY) -m kit.report $(P)
 
-# Tests of timing need the machine to themselves; the others share it.
-test: unit
-	@$(PY) -m pytest -q tests -m cluster
+test: setup
+	@$(PY) -m pytest -q tests
 
 unit: setup
 	@$(PY) -m pytest -q tests -m "not cluster" -n auto

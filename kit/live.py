@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from kit import measures
-from kit.load import REQUEST_COLUMNS, TEXT_COLUMNS
+from kit.rows import REQUEST_COLUMNS, TEXT_COLUMNS
 from kit.sampler import SAMPLE_TYPES
 from kit.settings import Settings
 from kit.store import Run

@@ -17,21 +17,9 @@ import pandas as pd
 import requests
 
 from kit import leftovers
+from kit.rows import REQUEST_COLUMNS, TEXT_COLUMNS
 from kit.workload import Workload
 
-REQUEST_COLUMNS = (
-    "request", "attempt", "sent_s", "e2e_s", "queueing_s", "router_s", "batch_wait_s",
-    "engine_queue_s", "inference_s", "prefill_s", "decode_s", "postprocess_s", "rest_s", "ttft_s",
-    "tpot_s", "itl_ms", "outcome", "status", "route", "replica_id", "batch_id", "batch_size",
-    "prompt_tokens", "output_tokens", "finish_reason", "error",
-)  # fmt: skip
-"""Columns of a run's requests: seconds since its start, tokens; empty where unobserved.
-
-Each attempt is a row; attempts of one request share its number. `itl_ms` is a text: the gaps between
-a stream's pieces in milliseconds, with blanks between.
-"""
-
-TEXT_COLUMNS = ("itl_ms", "outcome", "route", "replica_id", "finish_reason", "error")
 READY_S = 60.0
 DRAIN_S = 5.0
 

@@ -23,7 +23,7 @@ from locust.env import Environment
 
 from kit import answers
 from kit.clock import SERVED_BY, clock_id
-from kit.load import REQUEST_COLUMNS
+from kit.rows import REQUEST_COLUMNS
 from kit.sse import Events, Stream
 from kit.workload import Lengths, Workload
 

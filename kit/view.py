@@ -25,7 +25,7 @@ class View:
         settings: what serves.
         slo: promises in seconds by name (`e2e_p95_s`, …), None promises nothing.
         windows: ended requests by window, columns as `windows.over_time`, within the span.
-        recent: requests (`load.REQUEST_COLUMNS`) that ended within `RECENT_S`, or since the last
+        recent: requests (`rows.REQUEST_COLUMNS`) that ended within `RECENT_S`, or since the last
             change that took effect if that is later.
         recent_s: how many seconds `recent` covers.
         samples: `sampler.SAMPLE_COLUMNS`, within the span.

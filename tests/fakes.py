@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kit.experiment import Change, Experiment
-from kit.load import REQUEST_COLUMNS, TEXT_COLUMNS
+from kit.rows import REQUEST_COLUMNS, TEXT_COLUMNS
 from kit.settings import Settings
 from kit.store import CHANGE_COLUMNS, Run
 from kit.view import RECENT_S, View
