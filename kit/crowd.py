@@ -6,25 +6,29 @@ import contextlib
 import math
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kit.load import Load, LoadError
-from kit.shapes import SHAPES, users_at
+from kit.load import LEAD_S, Load, LoadError
+from kit.shapes import SHAPES, share_at, users_at
 from kit.workload import Workload, WorkloadError
 
 LONGEST_S = 43_200.0
 """A forgotten session ends its load after so long."""
 _NUMBERS_APART = 10_000_000  # requests of one load process; the next starts at the next multiple
-_NEW_PROCESS = ("kind", "timeout_s")  # fields that a running process cannot change
+_NEW_PROCESS = (  # fields that a running process cannot change
+    "kind", "timeout_s", "arrivals", "burstiness", "on_s", "off_s", "diurnal", "day_s", "trace",
+    "max_concurrency", "seed", "processes", "remote_workers", "join_address",
+)  # fmt: skip
 
 
 class Crowd:
-    """Users who send what `workload` says, as many as its `users` and the `shape` ask for.
+    """Who sends what `workload` says: as many users, or such a rate, as it and the `shape` ask for.
 
     Args:
-        workload: its users are the most there will be.
+        workload: its users, or its rate, are the most there will be.
         url: where the app answers.
         folder: takes the rows.
         t0_s: when the rows' clock starts, monotonic.
@@ -43,12 +47,13 @@ class Crowd:
         self.died = ""
         """Why the load generator is gone without being asked; empty otherwise."""
         self._url, self._folder, self._t0_s = url, folder, t0_s
+        self._run = zlib.crc32(str(folder.resolve()).encode())  # no prompt as in another session
         self._record = record
         self._lock = threading.RLock()
         self._load: Load | None = None
         self._processes = 0
         self._since_s = math.nan
-        self._users = 0
+        self._now: float = 0
 
     @property
     def active(self) -> bool:
@@ -56,11 +61,18 @@ class Crowd:
         return not math.isnan(self._since_s)
 
     def status(self) -> dict[str, Any]:
-        """Last word of the load generator: `t_s` (monotonic), `users`, requests `in_flight`."""
+        """Last word of the load generator, see `kit.load.Load.status`; zeros without one."""
         load = self._load
         if load is None or not load.alive:
-            return {"t_s": time.monotonic(), "users": 0, "in_flight": 0}
+            return {"t_s": time.monotonic(), self._knob: 0, "in_flight": 0}
         return load.status()
+
+    @property
+    def _knob(self) -> str:
+        """The field of the workload that says how much is sent."""
+        if self.workload.trace:
+            return "speed_up"
+        return "rate_rps" if self.workload.open_loop else "users"
 
     def start(self) -> None:
         """Let the users go.
@@ -71,10 +83,15 @@ class Crowd:
         with self._lock:
             if self.active:
                 return
-            if self._load is None or not self._load.alive:
-                self._begin_process()
-            self.died, self._since_s = "", time.monotonic()
-            self._set_users()
+            before_s, self._since_s = self._since_s, time.monotonic()
+            try:
+                if self._load is None or not self._load.alive:
+                    self._begin_process()
+            except LoadError:
+                self._since_s = before_s
+                raise
+            self.died = ""
+            self._follow()
 
     def stop(self) -> None:
         """Send the users home: requests under way may finish."""
@@ -82,7 +99,7 @@ class Crowd:
             if self.active:
                 self._since_s = math.nan
                 with contextlib.suppress(LoadError):
-                    self._set_users()
+                    self._follow()
 
     def change(self, **fields: Any) -> None:
         """Change fields of the workload, or the `shape`; in effect from each next request on.
@@ -110,8 +127,8 @@ class Crowd:
                 else:
                     self._load.set_workload(workload)
             # Without a load the users that are meant change nothing yet.
-            self._record({k: v for k, v in changed.items() if k != "users" or self.active})
-            self._set_users()
+            self._record({k: v for k, v in changed.items() if k != self._knob or self.active})
+            self._follow()
 
     def tick(self) -> None:
         """Follow the shape, and see whether the process still lives; to be called once a second."""
@@ -120,10 +137,10 @@ class Crowd:
                 return
             if self._load.alive:
                 with contextlib.suppress(LoadError):
-                    self._set_users()
+                    self._follow()
             else:
                 self._since_s = math.nan
-                self._users = 0
+                self._now = 0
                 self.died = f"The load generator died: {self._load.last_words()}. Start it again."
 
     def close(self) -> None:
@@ -134,20 +151,36 @@ class Crowd:
                 self._load.stop()
 
     def _begin_process(self) -> None:
-        changes = {"duration_s": LONGEST_S, "stages": (), "users": 0}
+        # A plan begins at once, with what it is to send; users come by `_follow`.
+        start: dict[str, Any] = {} if self.workload.open_loop else {"users": 0}
+        if self.workload.open_loop and not self.workload.trace:
+            start["rate_rps"] = self._wanted()
+        workload = self.workload.model_copy(
+            update={"duration_s": LONGEST_S, "stages": (), **start}
+        )  # fmt: skip
         first = self._processes * _NUMBERS_APART
-        workload = self.workload.model_copy(update=changes)
-        self._load = Load(workload, self._url, self._folder, first)
+        self._load = Load(workload, self._url, self._folder, first, run=self._run)
         self._processes += 1
-        self._load.begin(self._t0_s)
-        self._users = 0
+        self._load.begin(self._t0_s, time.monotonic() - self._t0_s + LEAD_S)
+        self._now = 0
 
-    def _set_users(self) -> None:
+    def _wanted(self) -> float:
+        """Users, rate or speed that workload and shape ask for now; 0 while inactive."""
+        if not self.active:
+            return 0
         since_s = time.monotonic() - self._since_s
-        users = users_at(self.shape, self.workload.users, since_s) if self.active else 0
-        if users == self._users or self._load is None:
+        if not self.workload.open_loop:
+            return users_at(self.shape, self.workload.users, since_s)
+        return share_at(self.shape, since_s) * float(getattr(self.workload, self._knob))
+
+    def _follow(self) -> None:
+        wanted = self._wanted()
+        if wanted == self._now or self._load is None:
             return
-        self._load.set_users(users)
-        if not users or not self._users:  # start and stop; a wave is no list of changes
-            self._record({"users": (self._users, users)})
-        self._users = users
+        if self.workload.open_loop:
+            self._load.set_rate(wanted)
+        else:
+            self._load.set_users(int(wanted))
+        if not wanted or not self._now:  # start and stop; a wave is no list of changes
+            self._record({self._knob: (self._now, wanted)})
+        self._now = wanted

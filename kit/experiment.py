@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from kit import serving as serving_module
 from kit import store
 from kit.cluster import ServingError
 from kit.doubts import doubts
-from kit.load import Load, LoadError
+from kit.load import LEAD_S, Load, LoadError
 from kit.progress import seconds
 from kit.sampler import Sampler
 from kit.serving import Applied, Serving
@@ -175,7 +176,8 @@ class _Attempt:
         self.blank = blank
         for stale in ("requests.csv", "samples.csv"):
             (blank.folder / stale).unlink(missing_ok=True)
-        self.load = Load(experiment.workload, serving.url, blank.folder)
+        run = zlib.crc32(blank.run_id.encode())  # so that no prompt was sent in an earlier run
+        self.load = Load(experiment.workload, serving.url, blank.folder, run=run)
         self.sampler = Sampler(serving, self.load.status, blank.folder / "samples.csv")
         self.changes: list[dict[str, Any]] = []
         self.notes = list(blank.notes)
@@ -186,9 +188,10 @@ class _Attempt:
         status: store.Ending = "complete"
         stages = [(s.at_s, s) for s in self.experiment.workload.stages]
         due = sorted([*self.experiment.steps(), *stages], key=lambda step: step[0])
-        self.t0_s = time.monotonic()
-        self.sampler.start(self.t0_s)
+        self.t0_s = time.monotonic() + LEAD_S
         self.load.begin(self.t0_s)
+        time.sleep(LEAD_S)
+        self.sampler.start(self.t0_s)
         bar = seconds(duration_s, self.experiment.name, progress)
         try:
             while (now_s := time.monotonic() - self.t0_s) < duration_s:
@@ -221,7 +224,8 @@ class _Attempt:
 
     def _do(self, step: Settings | Any) -> None:
         if not isinstance(step, Settings):
-            self.load.set_users(step.users, step.ramp_s)
+            if step.users is not None:  # stages of a rate are part of the plan
+                self.load.set_users(step.users, step.ramp_s)
             return
         before = self.serving.settings or self.experiment.settings
         asked_s = time.monotonic()

@@ -12,12 +12,12 @@ from IPython.display import Markdown
 
 from kit import advise, measures
 from kit.accelerator import any_profile
+from kit.lengths import source
 from kit.provenance import accelerator_note
 from kit.settings import BY_NAME, Settings
 from kit.store import Run
 from kit.view import View
 from kit.windows import over_time
-from kit.workload import source
 
 SAME = 0.1
 """Changes within ± 10 % are called *about the same*: runs on shared machines differ by as much."""
@@ -145,16 +145,32 @@ def what_ran(run: Run) -> list[str]:
     return texts + [f"{ended}Note: {n}" for n in run.notes]
 
 
+def _sender_words(load: Mapping[str, Any]) -> str:
+    arrivals = load.get("arrivals", "users")
+    if arrivals == "users":
+        pause = load["think_time_s"]
+        words = f"{load['users']} closed-loop users"
+        return words + (f" with a mean pause of {pause:g} s" if pause else " without pauses")
+    if arrivals == "trace":
+        return f"the trace {load['trace']} sent again, {load['speed_up']:g} times as fast,"
+    words = f"{arrivals} arrivals at {load['rate_rps']:g} requests/s, whoever waits,"
+    if arrivals == "on-off":
+        words += f" in spells of {load['on_s']:g} s with pauses of {load['off_s']:g} s,"
+    if load.get("diurnal"):
+        words += f" over days of {load['day_s']:g} s ({load['diurnal']}),"
+    if most := load.get("max_concurrency"):
+        words += f" at most {most} under way,"
+    return words
+
+
 def _load_words(load: Mapping[str, Any]) -> str:
-    pause = load["think_time_s"]
-    words = f"{load['users']} closed-loop users" + (
-        f" with a mean pause of {pause:g} s" if pause else " without pauses"
-    )
-    words += f" for {load['duration_s']:g} s, "
+    words = f"{_sender_words(load)} for {load['duration_s']:g} s, "
     if load.get("kind") == "image":
         return words + "an image each"
     fixed = [load.get("prompt_tokens"), load.get("output_tokens")]
-    if None not in fixed:
+    if load.get("trace"):
+        words += "lengths as recorded"
+    elif None not in fixed:
         words += f"prompts of {fixed[0]} and outputs of {fixed[1]} tokens"
     else:
         words += f"request lengths of {source(load['lengths'])}"

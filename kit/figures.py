@@ -131,7 +131,7 @@ def throughput(ax: Axes, windows: pd.DataFrame) -> None:
 
 
 def replicas(ax: Axes, beside: Axes, of: Sampled) -> list[Line2D]:
-    """Replicas wanted, running and starting, and `beside` them the users that cause them.
+    """Replicas wanted, running and starting, and `beside` them the users or the rate that cause them.
 
     Returns:
         The lines drawn, each with its label.
@@ -147,10 +147,12 @@ def replicas(ax: Axes, beside: Axes, of: Sampled) -> list[Line2D]:
         ax.step(values.index, values, where="post", label=name, **style)
     ax.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     ax.set_ylim(bottom=0)
-    users = measures.series(of, "load", "users")
-    beside.step(users.index, users, where="post", color="#CC79A7", lw=1.0, label="users (right)")
-    beside.set_ylabel("users")
-    beside.set_ylim(0, max([1.0, *users]) * 1.15)
+    asked, name = measures.series(of, "load", "users"), "users"
+    if not len(asked):
+        asked, name = measures.series(of, "load", "rate_rps"), "requests/s"
+    beside.step(asked.index, asked, where="post", color="#CC79A7", lw=1.0, label=f"{name} (right)")
+    beside.set_ylabel(name)
+    beside.set_ylim(0, max([1.0, *asked]) * 1.15)
     return [*ax.get_lines(), *beside.get_lines()]
 
 

@@ -12,8 +12,9 @@ import ipywidgets as w
 from kit.controls import Control
 from kit.crowd import Crowd
 from kit.knobs import describe
+from kit.lengths import length_names
 from kit.shapes import SHAPES
-from kit.workload import Workload, length_names
+from kit.workload import Workload
 
 FIELDS = ("lengths", "stream", "think_time_s", "output_tokens", "prompt_tokens", "retry")
 """Fields of a workload that can be changed, beside its users."""
@@ -66,9 +67,10 @@ class LoadControls:
         self._start.button_style = "warning" if on else "success"
         if not on and "kit-bad" in self._line.value:
             return  # why it did not start stays until it does
-        words = (
-            f"{status['users']} users, {status['in_flight']} requests under way" * on or "no load"
-        )
+        words = "no load"
+        if on:
+            who = f"{status['users']} users" if "users" in status else _plan_words(status)
+            words = f"{who}, {status['in_flight']} requests under way"
         self._line.value = f'<div class="kit-line">{words}</div>'
         for name, control in self.controls.items():
             if control.served != (value := getattr(self._crowd.workload, name)):
@@ -77,6 +79,11 @@ class LoadControls:
     def _set_shape(self) -> str:
         self._crowd.change(shape=self._shape.value)
         return SHAPES[self._shape.value][1]
+
+
+def _plan_words(status: dict[str, Any]) -> str:
+    rate = f"{status['rate_rps']:.3g} requests/s, " if "rate_rps" in status else ""
+    return f"{rate}{status.get('sent_requests', 0)} sent"
 
 
 def tried(line: w.HTML, act: Callable[[], str | None]) -> None:

@@ -1,100 +1,48 @@
-"""The load generator: Locust, headless, in a process of its own. Nothing else imports Locust.
+"""The load generator: Locust, headless, in processes of its own. Nothing else imports Locust.
 
-`kit.load` starts it, tells it over stdin how many users to run (a JSON object a line), and reads
-its state from stdout. It writes one CSV row for each request at the moment the request ends, so a
-kill loses nothing. When stdin closes, because its parent is gone, it stops by itself.
+`kit.load` starts it and `kit.generator` does what it is told. A row for each request is written at the
+moment the request ends, so a kill loses nothing. When stdin closes, because the parent is gone, it
+stops by itself.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
+import math
 import random
-import sys
 import time
 from typing import Any
 
 import gevent
-from gevent.os import tp_read
+from gevent.pool import Pool
 from geventhttpclient.response import HTTPParseError
 from locust import FastHttpUser, events, task
 from locust.env import Environment
+from locust.exception import StopUser
 
 from kit import answers
-from kit.clock import SERVED_BY, clock_id
-from kit.rows import REQUEST_COLUMNS
+from kit.arrivals import Arrivals
+from kit.clock import SERVED_BY
+from kit.generator import Session, start
 from kit.sse import Events, Stream
-from kit.workload import Lengths, Workload
+from kit.workload import Workload
 
-_SPAWN_PER_S = 1000
 _NOBODY_S = (
     0.25  # pause of a user who found nobody there: asking at once again loads only this machine
 )
+_MOST = 10_000  # requests under way to a plan without a limit of its own
+_AHEAD_S = 0.02
+_DRAIN_S = 5.0
 
-
-class _Session:
-    """What the users of this process share."""
-
-    def __init__(self) -> None:
-        self.use(Workload.model_validate_json(os.environ["KIT_WORKLOAD"]))
-        # Numbers go on where an earlier process stopped: the same one would repeat its prompt.
-        self.numbers = itertools.count(int(os.environ["KIT_FIRST_REQUEST"]))
-        self.users = itertools.count()
-        self.clock = clock_id()
-        self.t0_s = 0.0
-        self.in_flight = 0
-        self.rows = os.open(os.environ["KIT_REQUESTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-
-    def use(self, workload: Workload) -> None:
-        """What the next requests are like."""
-        self.workload, self.lengths = workload, Lengths(workload)
-        # What every body shares is written once; a request adds its prompt and its length.
-        options: dict[str, Any] = {
-            "temperature": workload.temperature,
-            "ignore_eos": workload.ignore_eos,
-        }
-        if workload.stream:
-            options |= {"stream": True, "stream_options": {"include_usage": True}}
-        self.options = json.dumps(options)[1:-1]
-
-    def body(self, index: int, prompt_tokens: int, max_tokens: int) -> bytes:
-        if self.workload.kind == "image":
-            from kit.images import image
-
-            return image(self.workload.seed, index)
-        prompt = self.workload.prompt(index, prompt_tokens)
-        # The words need no escaping.
-        return f'{{"prompt":"{prompt}","max_tokens":{max_tokens},{self.options}}}'.encode()
-
-    def write(self, row: dict[str, Any]) -> None:
-        line = ",".join(_text(row.get(c)) for c in REQUEST_COLUMNS) + "\n"
-        try:
-            os.write(self.rows, line.encode())
-        except OSError as error:
-            # Load whose rows are lost is worth nothing: stop, and let the parent read why.
-            print(f"cannot write {os.environ['KIT_REQUESTS']}: {error.strerror}", file=sys.stderr)
-            os._exit(1)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.6f}"
-    return str(value).translate(_PLAIN)
-
-
-_PLAIN = str.maketrans({",": ";", "\n": " ", "\r": " ", '"': "'"})
-session: _Session
+session: Session
 
 
 class User(FastHttpUser):
-    """Sends one request after the other; thinks in between."""
+    """Sends one request after the other and thinks in between; to a plan, every one when it is due."""
 
     def __init__(self, environment: Environment) -> None:
         workload = session.workload
         self.network_timeout = self.connection_timeout = workload.timeout_s
+        self.concurrency = workload.max_concurrency or (_MOST if workload.open_loop else 1)
         image = workload.kind == "image"
         self.path = "/classify" if image else "/v1/completions"
         # The server looks at the image itself; a body of bytes is all it needs to know.
@@ -104,35 +52,84 @@ class User(FastHttpUser):
         super().__init__(environment)
         self.dice = random.Random(f"{workload.seed}.{next(session.users)}")
 
+    def on_start(self) -> None:
+        gevent.sleep(max(0.0, session.t0_s - time.monotonic()))
+        self.ready_s = time.monotonic()
+
     def wait_time(self) -> float:
         mean_s = session.workload.think_time_s
-        return self.dice.expovariate(1 / mean_s) if mean_s else 0.0
+        pause_s = self.dice.expovariate(1 / mean_s) if mean_s else 0.0
+        self.ready_s = time.monotonic() + pause_s
+        return pause_s
 
     @task
     def ask(self) -> None:
-        workload, index = session.workload, next(session.numbers)
-        prompt_tokens, max_tokens = session.lengths[index]
-        body = session.body(index, prompt_tokens, max_tokens)
+        if session.stopping.is_set():
+            raise StopUser
+        if session.arrivals:
+            self._follow_plan(session.arrivals)
+            raise StopUser
+        index = next(session.numbers)
+        self._ask(index, *self._body(index), self.ready_s)
+
+    def _follow_plan(self, arrivals: Arrivals) -> None:
+        """Send each request of the plan when it is due, whoever still waits for an answer."""
+        under_way = Pool(self.concurrency)
+        plan_s = session.t0_s + session.plan_s
+        try:
+            while not session.stopping.is_set():
+                due_s = plan_s + arrivals.peek_s()
+                session.changed.clear()
+                if due_s == math.inf:
+                    session.changed.wait()
+                    continue
+                ahead_s = due_s - time.monotonic()
+                if ahead_s > _AHEAD_S:
+                    session.changed.wait(ahead_s - _AHEAD_S)
+                    continue  # another plan, or time to make ready
+                # Made before it is due, so that the making delays nothing.
+                index = session.first + arrivals.pop()
+                made = self._body(index)
+                if (ahead_s := due_s - time.monotonic()) > 0:
+                    gevent.sleep(ahead_s)
+                under_way.spawn(self._ask, index, *made, due_s)
+            under_way.join(_DRAIN_S)
+        finally:
+            under_way.kill()
+
+    def _body(self, index: int) -> tuple[bytes, dict[str, Any]]:
+        """What is sent as request `index`, and what is known of it before."""
+        place = index - session.first if session.workload.trace else index
+        prompt_tokens, max_tokens = session.lengths[place]
         known: dict[str, Any] = {"request": index}
-        if workload.kind == "text":
+        if session.workload.kind == "text":
             known["prompt_tokens"] = prompt_tokens
+        return session.body(index, prompt_tokens, max_tokens), known
+
+    def _ask(self, index: int, body: bytes, known: dict[str, Any], due_s: float) -> None:
+        workload = session.workload
         attempts = 1 if workload.retry == "none" else workload.max_attempts
         for attempt in range(1, attempts + 1):
-            row = known | {"attempt": attempt}
+            row = known | {"attempt": attempt, "intended_s": due_s - session.t0_s}
             retry_after = self._try(workload, body, row)
-            if (row["outcome"] == "cut" and not row.get("status")) or row.get("status") == 404:
+            nobody = (row["outcome"] == "cut" and not row.get("status")) or row.get("status") == 404
+            if nobody and not workload.open_loop:
                 gevent.sleep(_NOBODY_S)
             if row["outcome"] != "rejected" or attempt == attempts:
                 return
-            gevent.sleep(answers.pause_s(workload.retry, retry_after, self.dice))
+            pause_s = answers.pause_s(workload.retry, retry_after, self.dice)
+            due_s = time.monotonic() + pause_s
+            gevent.sleep(pause_s)
 
     def _try(self, workload: Workload, body: bytes, row: dict[str, Any]) -> str | None:
         """One attempt; fills and writes its row. Returns what Retry-After said."""
         # What Locust itself measured comes back through its request event.
         context: dict[str, Any] = {}
         session.in_flight += 1
+        session.sent += row["attempt"] == 1
         sent_s = time.monotonic()
         row["sent_s"] = sent_s - session.t0_s
+        row["client_wait_s"] = row["sent_s"] - row["intended_s"]
         try:
             response = self.client.post(
                 self.path, data=body, name="ask", stream=workload.stream,
@@ -161,6 +158,8 @@ class User(FastHttpUser):
             raise
         finally:
             session.in_flight -= 1
+            if "e2e_s" in row:
+                row["response_s"] = row["client_wait_s"] + row["e2e_s"]
             session.write(row)
 
 
@@ -212,52 +211,7 @@ def _measured(response_time: float, context: dict[str, Any], **_: Any) -> None:
     context["kit"]["e2e_s"] = response_time / 1e3
 
 
-def _say(**message: Any) -> None:
-    os.write(1, (json.dumps(message) + "\n").encode())
-
-
-def _lines() -> Any:
-    """Lines of stdin as they come, without blocking the users."""
-    rest = b""
-    while chunk := tp_read(0, 4096):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-
-
 @events.init.add_listener
 def _begin(environment: Environment, **_: Any) -> None:
-    """Wait for the first command, so that a run's clock starts when its users do."""
     global session
-    session = _Session()
-    lines = _lines()
-    _say(event="ready")
-    first = next(lines, None)
-    if first is None:
-        sys.exit("stdin closed before the load was to start")
-    command = json.loads(first)
-    session.t0_s = command["t0_s"]
-    environment.parsed_options.num_users = command["users"]
-    gevent.spawn(_obey, environment.runner, lines)
-    gevent.spawn(_tell, environment.runner)
-
-
-def _obey(runner: Any, lines: Any) -> None:
-    while runner.state == "ready":  # else Locust's own start would come after what is asked here
-        gevent.sleep(0.01)
-    for line in lines:
-        command = json.loads(line)
-        if "workload" in command:
-            session.use(Workload.model_validate(command["workload"]))
-        if "users" in command:
-            step = abs(command["users"] - runner.user_count)
-            ramp_s = command.get("ramp_s", 0.0)
-            runner.start(command["users"], max(step / ramp_s, 0.01) if ramp_s else _SPAWN_PER_S)
-        if command.get("stop"):
-            break
-    runner.quit()
-
-
-def _tell(runner: Any) -> None:
-    while True:
-        _say(t_s=time.monotonic(), users=runner.user_count, in_flight=session.in_flight)
-        time.sleep(0.25)
+    session = start(environment)

@@ -2,10 +2,12 @@
 
 Percentiles are exact, from rows, over successful requests; of nothing they are NaN. Requests that
 were rejected, timed out, failed or were cut are counted beside. Vocabulary: end-to-end latency is
-finish − send, in a stream last token − send; queueing is everything before execution (router, batch
-wait, engine queue); inference is execution (prefill, decode); postprocessing is what the app does
-with the output; rest is the way back. They add up to end-to-end for every request. Of streams:
-TTFT is first token − send, TPOT (end-to-end − TTFT) ÷ (tokens − 1), ITL each gap between pieces.
+finish − send, in a stream last token − send; response latency counts from when the request was to
+be sent, so it has the client wait (sent − intended) in it; queueing is everything before execution
+(router, batch wait, engine queue); inference is execution (prefill, decode); postprocessing is what
+the app does with the output; rest is the way back. They add up to end-to-end for every request. Of
+streams: TTFT is first token − send, TPOT (end-to-end − TTFT) ÷ (tokens − 1), ITL each gap between
+pieces.
 """
 
 from __future__ import annotations
@@ -178,7 +180,7 @@ def phases(run: Run, settle: float = 0.3) -> pd.DataFrame:
             "throughput_rps": len(rows_in) / width_s,
             "output_tokens_per_s": rows_in["output_tokens"].sum() / width_s,
         }
-        for part in ("e2e", "queueing", "inference", "ttft", "tpot"):
+        for part in ("e2e", "response", "queueing", "inference", "ttft", "tpot"):
             row[f"{part}_p50_s"] = percentile(rows_in[f"{part}_s"], 50)
             row[f"{part}_p95_s"] = percentile(rows_in[f"{part}_s"], 95)
         for part in (*PARTS, "batch_size"):
@@ -260,7 +262,7 @@ def summary(run: Run) -> dict[str, Any]:
         **{
             f"{part}_p{q}_s": percentile(good[f"{part}_s"], q)
             for part in (
-                *("e2e", "queueing", "inference", "ttft", "tpot"),
+                *("e2e", "response", "client_wait", "queueing", "inference", "ttft", "tpot"),
                 *(p.removesuffix("_s") for p in PARTS),
             )
             for q in (50, 95, 99)

@@ -34,15 +34,19 @@ WORDS = tuple(_TEXT.split())
 
 _ODD = 0x9E3779B1  # spreads neighbouring numbers over 32 bits, and none falls on another
 _OTHER = 0x85EBCA6B
+_THIRD = 0xC2B2AE35
 
 
-def text(seed: int, index: int, tokens: int) -> str:
+def text(seed: int, index: int, tokens: int, run: int = 0) -> str:
     """A prompt of exactly `tokens` words for request `index` of the load with this seed.
 
-    The first four words tell any 4 · 10⁹ indices apart, the next four the seeds; a shorter prompt
-    differs from its neighbours as far as its words allow. The rest is drawn.
+    The first four words tell any 4 · 10⁹ indices apart, the next four the seeds and, a number from 0
+    to 2³² − 1 as well, the runs; a shorter prompt differs from its neighbours as far as its words
+    allow. The rest is drawn.
     """
-    number = (index * _ODD + seed * _OTHER) % 2**32
-    head = number.to_bytes(4, "little") + (seed % 2**32).to_bytes(4, "little")
-    drawn = np.random.default_rng([seed, 1, index]).bytes(max(0, tokens - len(head)))
+    number = (index * _ODD + seed * _OTHER + run * _THIRD) % 2**32
+    head = number.to_bytes(4, "little") + ((seed + run) % 2**32).to_bytes(4, "little")
+    drawn = np.random.default_rng([seed, 1, index] + [run] * bool(run)).bytes(
+        max(0, tokens - len(head))
+    )
     return " ".join([WORDS[b] for b in (head + drawn)[:tokens]])

@@ -32,7 +32,7 @@ class Sampler:
 
     Args:
         serving: what to sample.
-        load_status: gives the load generator's `users` and `in_flight`.
+        load_status: what `kit.load.Load.status` tells.
         path: CSV file that takes the rows.
     """
 
@@ -98,7 +98,8 @@ class Sampler:
         if status is not None:
             rows += self._of_serve(now_s, status)
         load = self._load_status()
-        rows += [(load["t_s"] - self._t0_s, "load", m, load[m]) for m in ("users", "in_flight")]
+        told_s = load["t_s"] - self._t0_s
+        rows += [(told_s, "load", m, v) for m, v in load.items() if m != "t_s"]
         states = self._serving.replicas()
         self._heard = self._heard or bool(states)
         deaf = self._heard and not states and status is not None and status.running

@@ -1,4 +1,4 @@
-"""How the number of users goes over time around the one that is set: pure functions of time."""
+"""How users, or a rate, go over time around what is set: pure functions of time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPES: dict[str, tuple[Callable[[float], float], str]] = {
     "wave": (lambda t: 0.6 - 0.4 * math.cos(2 * math.pi * t / 120), "a fifth to all and back in 120 s"),
     "spikes": (lambda t: 1.0 if t % 40 >= 30 else 0.25, "a quarter, and all for 10 s in every 40 s"),
 }  # fmt: skip
-"""Name → (share of the users at a time in seconds since the load began, words for people)."""
+"""Name → (share of them at a time in seconds since the load began, words for people)."""
 
 
 def users_at(shape: str, users: int, t_s: float) -> int:
@@ -21,4 +21,13 @@ def users_at(shape: str, users: int, t_s: float) -> int:
     Raises:
         KeyError: for an unknown shape.
     """
-    return min(users, max(1, round(users * SHAPES[shape][0](max(0.0, t_s)))))
+    return min(users, max(1, round(users * share_at(shape, t_s))))
+
+
+def share_at(shape: str, t_s: float) -> float:
+    """The share (0 to 1) of a shape `t_s` seconds after the load began.
+
+    Raises:
+        KeyError: for an unknown shape.
+    """
+    return SHAPES[shape][0](max(0.0, t_s))

@@ -17,8 +17,10 @@ ENGINE = ("engine", "accelerator", "model", "time_scale")
 """Knobs that say what computes, on which clock: what differs in them is not tuning."""
 
 HARDWARE = ("processor", "cpus", "gpus")
-_NOT_LOAD = ("duration_s", "seed", "stages")
-"""Fields of a workload that may differ between equal loads; stages count by their users."""
+_NOT_LOAD = (
+    "duration_s", "seed", "stages", "processes", "remote_workers", "join_address",
+)  # fmt: skip
+"""Fields of a workload that may differ between equal loads; stages count by what they change."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class Stretch:
         known = {k: str(v) for k, v in load.items() if k not in _NOT_LOAD}
         for stage in load.get("stages", []):
             if stage["at_s"] <= self.from_s:
-                known["users"] = str(stage["users"])
+                known |= {k: str(v) for k, v in stage.items() if k in known and v is not None}
         fields = Workload.model_fields
         return known | {k: v for k, v in self._moved().items() if k in fields}
 

@@ -1,47 +1,26 @@
-"""What is asked of a server: how long the requests are, and how many users send them when.
+"""What is asked of a server: how long the requests are, and who sends them when.
 
-A workload is a pure value. The same seed gives the same requests, each with a prompt of its own, so
-that no cache can answer for the model.
+A workload is a pure value. The same seed gives the same lengths and times, each request with a prompt
+of its own, so that no cache can answer for the model.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
-import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kit import prompts
-from kit.accelerator import DATA
+from kit import prompts, traces
 from kit.knobs import describe, explain
+from kit.lengths import Lengths, days, length_names
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_BLOCK = 4096  # requests are drawn in blocks of this many, so that any one can be reached directly
-
 
 class WorkloadError(ValueError):
     """A workload that cannot be; the text names the value and what was allowed."""
-
-
-@functools.cache
-def _data() -> dict[str, Any]:
-    return dict(json.loads((DATA / "workloads.json").read_text())["workloads"])
-
-
-def length_names() -> list[str]:
-    """Names of the traces whose request lengths can be drawn."""
-    return list(_data())
-
-
-def source(lengths: str) -> str:
-    """Where the lengths come from, with the licence."""
-    return str(_data()[lengths]["source"])
 
 
 def _field(default: Any, unit: str, text: str, **bounds: Any) -> Any:
@@ -67,15 +46,23 @@ class _Checked(BaseModel):
 
 
 class Stage(_Checked):
-    """From `at_s` on, this many users; reached evenly within `ramp_s` (0 is a step)."""
+    """From `at_s` on so many users, or such a rate; reached evenly within `ramp_s` (0 is a step)."""
 
     at_s: float = _field(0.0, "s", "When the stage begins", ge=0, le=86_400)
-    users: int = _field(1, "users", "Users from then on", ge=0, le=10_000)
+    users: int | None = _field(None, "users", "Users from then on", ge=0, le=10_000)
+    rate_rps: float | None = _field(
+        None, "requests/s", "Rate from then on, of a workload with a rate", ge=0, le=100_000
+    )
     ramp_s: float = _field(0.0, "s", "How long the change takes", ge=0, le=3600)
 
 
 class Workload(_Checked):
-    """Closed-loop users: each sends a request, waits for the answer, thinks, sends the next."""
+    """What is sent, by users who wait for answers (closed loop) or to a plan that does not (open loop).
+
+    A user sends a request, waits for the answer, thinks, and sends the next: a slow server is asked
+    less, and the requests that a user would have sent meanwhile are missing from its latencies
+    (coordinated omission). With a plan of `arrivals` requests are sent when they are due.
+    """
 
     kind: Literal["text", "image"] = _field(
         "text", "", "What is asked: to continue a text, or to classify an image"
@@ -92,11 +79,47 @@ class Workload(_Checked):
         None, "tokens", "Length of every output; empty means drawn", ge=1, le=131_072
     )
     users: int = _field(8, "users", "Users at the start", ge=0, le=10_000)
+    arrivals: Literal["users", "poisson", "gamma", "constant", "on-off", "trace"] = _field(
+        "users", "", "When requests are sent: by users who wait for answers, or whoever waits, with "
+        "gaps as of many independent people (poisson), burstier or more even (gamma), all alike "
+        "(constant), in busy spells (on-off), or as they were recorded (trace)",
+    )  # fmt: skip
+    rate_rps: float = _field(
+        1.0, "requests/s", "Mean rate of the arrivals, unless by users or from a trace",
+        ge=0, le=100_000,
+    )  # fmt: skip
+    burstiness: float = _field(
+        1.0, "", "Shape of the gaps' gamma distribution, of gamma and on-off arrivals: their "
+        "coefficient of variation is 1/√burstiness, so that 1 is Poisson and 0.25 bursty",
+        ge=0.01, le=1000,
+    )  # fmt: skip
+    on_s: float = _field(
+        16.7, "s", "Mean length of busy spells (exponential), of on-off arrivals; the default is the "
+        "Azure 2023 code trace's", gt=0, le=86_400,
+    )  # fmt: skip
+    off_s: float = _field(
+        43.2, "s", "Mean length of the pauses between (lognormal)", gt=0, le=86_400
+    )
+    diurnal: str = _field("", "", "A day whose hours multiply the rate; empty means none")
+    day_s: float = _field(
+        86_400.0, "s", "How long a day of diurnal lasts: 240 makes ten seconds of an hour",
+        gt=0, le=86_400,
+    )  # fmt: skip
+    trace: str = _field("", "", "Recorded traffic to send again: a name of the kit's, or a file")
+    speed_up: float = _field(
+        1.0, "", "How many times faster than recorded a trace is sent", gt=0, le=10_000
+    )
+    max_concurrency: int | None = _field(
+        None, "requests", "Most requests under way to a plan; those due meanwhile are sent late, which "
+        "response latency and client wait show; empty means no limit", ge=1, le=10_000,
+    )  # fmt: skip
     think_time_s: float = _field(
         0.0, "s", "Mean pause of a user between answer and next request (exponential)",
         ge=0, le=3600,
     )  # fmt: skip
-    stages: tuple[Stage, ...] = _field((), "", "Later changes of the number of users", strict=False)
+    stages: tuple[Stage, ...] = _field(
+        (), "", "Later changes of the number of users, or of the rate", strict=False
+    )
     duration_s: float = _field(60.0, "s", "How long load is sent", gt=0, le=86_400)
     max_prompt_tokens: int = _field(
         8192, "tokens", "Longer prompts of the trace are cut to this", ge=1, le=131_072
@@ -132,17 +155,32 @@ class Workload(_Checked):
         ge=1, le=1000,
     )  # fmt: skip
 
+    repeat_prompts: bool = _field(
+        False, "", "Send the same prompts in every run with this seed, so that a server may answer "
+        "from what it kept of an earlier run",
+    )  # fmt: skip
+    processes: int = _field(
+        1, "processes", "Locust processes on this machine that share the load", ge=1, le=64
+    )
+    remote_workers: int = _field(
+        0, "processes", "Locust workers on other machines that join: python -m kit.worker there",
+        ge=0, le=256,
+    )  # fmt: skip
+    join_address: str = _field(
+        "127.0.0.1:0", "", "Address of this machine and port where workers join; port 0 is any"
+    )
+
     @model_validator(mode="after")
     def _known(self) -> Self:
-        named = {"lengths": self.lengths}
-        if self.mix_lengths:
-            named["mix_lengths"] = self.mix_lengths
-        for field, name in named.items():
-            if name not in length_names():
-                near = difflib.get_close_matches(name, length_names(), 1, 0.0)
+        for field, known in (
+            ("lengths", length_names()), ("mix_lengths", ["", *length_names()]),
+            ("diurnal", ["", *days()]),
+        ):  # fmt: skip
+            if (name := getattr(self, field)) not in known:
+                near = difflib.get_close_matches(name, known, 1, 0.0)
                 raise WorkloadError(
-                    f"{field} = {name!r}: no such workload; did you mean {near[0]!r}? "
-                    f"Known: {', '.join(length_names())}"
+                    f"{field} = {name!r}: not known; did you mean {near[0]!r}? "
+                    f"Known: {', '.join(filter(None, known))}"
                 )
         if self.mix_share and not self.mix_lengths:
             raise WorkloadError(
@@ -154,13 +192,60 @@ class Workload(_Checked):
                 f"leave_after_tokens = {self.leave_after_tokens} needs a stream to leave: set "
                 "stream = True and kind = 'text'"
             )
+        self._planned()
+        self._staged()
+        return self
+
+    def _planned(self) -> None:
+        """What belongs to a plan is given with one only: else it would do nothing, unseen."""
+        if (self.arrivals == "trace") != bool(self.trace):
+            raise WorkloadError(
+                f"arrivals = {self.arrivals!r} and trace = {self.trace!r}: a trace is named when, and "
+                "only when, arrivals are 'trace'"
+            )
+        if self.trace:
+            try:
+                traces.path_of(self.trace)
+            except traces.TraceError as error:
+                raise WorkloadError(str(error)) from None
+        if self.arrivals not in ("gamma", "on-off") and self.burstiness != 1:
+            raise WorkloadError(
+                f"burstiness = {self.burstiness:g} needs arrivals = 'gamma' or 'on-off', not "
+                f"{self.arrivals!r}"
+            )
+        if self.diurnal and self.arrivals in ("users", "trace", "on-off"):
+            raise WorkloadError(
+                f"diurnal = {self.diurnal!r} needs arrivals = 'poisson', 'gamma' or 'constant', whose "
+                f"rate it multiplies, not {self.arrivals!r}"
+            )
+        if self.max_concurrency is not None and not self.open_loop:
+            raise WorkloadError(
+                f"max_concurrency = {self.max_concurrency} bounds a plan of arrivals; with users it is "
+                "their number"
+            )
+        join_at(self.join_address)
+
+    def _staged(self) -> None:
+        wanted = "rate_rps" if self.open_loop else "users"
+        for stage in self.stages:
+            given = {k for k in ("users", "rate_rps") if getattr(stage, k) is not None}
+            if given != {wanted} or self.trace:
+                raise WorkloadError(
+                    f"the stage at {stage.at_s:g} s has {' and '.join(sorted(given)) or 'nothing'}: with "
+                    f"arrivals = {self.arrivals!r} there "
+                    + ("are no stages" if self.trace else f"must be {wanted}")
+                )
         times = [s.at_s for s in self.stages]
         if times != sorted(times) or (times and times[-1] >= self.duration_s):
             raise WorkloadError(
                 f"stages at {times} s: must be in order of time and before the end at "
                 f"duration_s = {self.duration_s:g}"
             )
-        return self
+
+    @property
+    def open_loop(self) -> bool:
+        """Whether requests are sent to a plan, whoever waits for answers."""
+        return self.arrivals != "users"
 
     def requests(self, n: int) -> pd.DataFrame:
         """The first n requests: `prompt_tokens`, `max_tokens`, one row each."""
@@ -170,9 +255,9 @@ class Workload(_Checked):
         rows = [lengths[i] for i in range(n)]
         return pd.DataFrame(rows, columns=["prompt_tokens", "max_tokens"])
 
-    def prompt(self, index: int, tokens: int) -> str:
-        """A prompt of exactly `tokens` words for request `index`, unlike any other's."""
-        return prompts.text(self.seed, index, tokens)
+    def prompt(self, index: int, tokens: int, run: int = 0) -> str:
+        """A prompt of exactly `tokens` words for request `index`, unlike any other's of any run."""
+        return prompts.text(self.seed, index, tokens, 0 if self.repeat_prompts else run)
 
     def leaves(self, index: int) -> bool:
         """Whether the user leaves the stream of request `index` in mid-way; evenly spread."""
@@ -181,46 +266,15 @@ class Workload(_Checked):
         return int((index + 1) * self.leave_share) > int(index * self.leave_share)
 
 
-class Lengths(Sequence[tuple[int, int]]):
-    """Endless sequence of (prompt_tokens, output_tokens), drawn from percentiles or as fixed."""
+def join_at(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`.
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._caps = (workload.max_prompt_tokens, workload.max_output_tokens)
-        self._fixed = (workload.prompt_tokens, workload.output_tokens)
-        self._blocks: dict[int, list[tuple[int, int]]] = {}
-
-    def __len__(self) -> int:
-        return 2**62
-
-    def __getitem__(self, index: Any) -> Any:
-        block, at = divmod(index, _BLOCK)
-        if block not in self._blocks:
-            self._blocks[block] = self._draw(block)
-        return self._blocks[block][at]
-
-    def _draw(self, block: int) -> list[tuple[int, int]]:
-        w = self._workload
-        columns = self._columns(w.lengths, [w.seed, 0, block])
-        if w.mix_share:
-            others = self._columns(w.mix_lengths, [w.seed, 2, block])
-            other = np.random.default_rng([w.seed, 3, block]).random(_BLOCK) < w.mix_share
-            pairs = zip(columns, others, strict=True)
-            columns = [np.where(other, theirs, ours) for ours, theirs in pairs]
-        columns = [
-            c if fixed is None else np.full(_BLOCK, fixed)
-            for c, fixed in zip(columns, self._fixed, strict=True)
-        ]
-        return [(int(p), int(o)) for p, o in zip(*columns, strict=True)]
-
-    def _columns(self, name: str, seed: list[int]) -> list[Any]:
-        table = _data()[name]
-        percents = [*range(100), *table.get("tail_percents", []), 100]
-        rng = np.random.default_rng(seed)
-        columns = []
-        for kind, cap in zip(("prompt_tokens", "output_tokens"), self._caps, strict=True):
-            values = table[f"{kind}_percentiles"]
-            values = [*values[:100], *table.get(f"{kind}_tail", []), values[100]]
-            drawn = np.interp(rng.uniform(0, 100, _BLOCK), percents, values)
-            columns.append(np.clip(np.rint(drawn), 1, cap))
-        return columns
+    Raises:
+        WorkloadError: when it is something else.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise WorkloadError(
+            f"join_address = {address!r}: must be host:port, such as 192.0.2.7:5557 or 127.0.0.1:0"
+        )
+    return host, int(port)

@@ -38,7 +38,8 @@ USERS, SECONDS, ROUNDS = 16, 6, 5
 PLAIN = """
 import itertools, json, time
 from locust import FastHttpUser, events, task
-from kit.workload import Lengths, Workload
+from kit.lengths import Lengths
+from kit.workload import Workload
 w = Workload(); lengths = Lengths(w); numbers = itertools.count(); ended = []
 class U(FastHttpUser):
     default_headers = {"Content-Type": "application/json"}

@@ -28,6 +28,9 @@ def requests_table(n: int, duration_s: float = 60.0, seed: int = 0) -> pd.DataFr
     table["batch_wait_s"] = rng.uniform(0.1, 0.3, n)
     table["queueing_s"] = table["router_s"] + table["batch_wait_s"]
     table["e2e_s"] = table["queueing_s"] + table["inference_s"] + table["rest_s"]
+    table["client_wait_s"] = 0.001
+    table["intended_s"] = table["sent_s"] - table["client_wait_s"]
+    table["response_s"] = table["client_wait_s"] + table["e2e_s"]
     table["outcome"], table["status"] = "ok", 200.0
     table["replica_id"], table["batch_id"], table["batch_size"] = "r1", np.arange(n) // 4 + 0.0, 4.0
     table["prompt_tokens"], table["output_tokens"] = 100.0, 50.0

@@ -13,7 +13,8 @@ from kit.batching import DynamicBatching, Entry, batch_size
 from kit.continuous import ContinuousEngine, Scheduler, Sequence
 from kit.engine import Job, Sink, StaticEngine, text_for
 from kit.gate import Gate
-from kit.workload import Lengths, Workload
+from kit.lengths import Lengths
+from kit.workload import Workload
 
 
 def test_one_request_takes_the_sum_of_its_steps() -> None:

@@ -180,7 +180,7 @@ def test_o19_one_failed_request_is_a_row_and_not_a_failed_run(
     rows = load.rows()
     assert len(rows) == server.count > 10
     assert (rows["outcome"] == "rejected").sum() == server.count // 10
-    assert load._process.returncode == 0
+    assert load._processes[0].returncode == 0
     assert rows["error"].dropna().str.contains("full").any()
     assert rows["attempt"].eq(1).all()
 
@@ -235,9 +235,9 @@ def test_generator_ends_with_its_parent(server: type[Answers], tmp_path: Path) -
     load = Load(Workload(users=1, duration_s=30.0), server.url, tmp_path)  # type: ignore[attr-defined]
     load.begin(time.monotonic())
     time.sleep(0.5)
-    assert load._process.stdin
-    load._process.stdin.close()  # what the kernel does for a parent that was killed
-    load._process.wait(10)
+    assert load._processes[0].stdin
+    load._processes[0].stdin.close()  # what the kernel does for a parent that was killed
+    load._processes[0].wait(10)
     load.kill()
 
 
@@ -247,7 +247,7 @@ def test_silent_target_and_full_disk_are_named(server: type[Answers], tmp_path: 
     (tmp_path / "requests.csv").symlink_to("/dev/full")
     load = Load(Workload(users=1), server.url, tmp_path)  # type: ignore[attr-defined]
     load.begin(time.monotonic())
-    load._process.wait(10)
+    load._processes[0].wait(10)
     assert "No space left on device" in load.last_words()
     load.kill()
 

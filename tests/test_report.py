@@ -70,7 +70,7 @@ def test_notebook_is_clean_and_thin() -> None:
         ({"max_batch_size": None}, "max_batch_size = None"),
         ({"later_max_batch_size": -3}, "max_batch_size = -3"),
         ({"batch_wait_timeout_s": float("nan")}, "batch_wait_timeout_s = nan"),
-        ({"lengths": "azure"}, "no such workload; did you mean 'azure-2023-conv'"),
+        ({"lengths": "azure"}, "not known; did you mean 'azure-2023-conv'"),
         ({"users": 2.5}, "users = 2.5"),
         ({"app": "batch"}, "app = 'batch': must be 'batched' or 'unbatched'"),
         ({"max_replicas": 0}, "max_replicas = 0"),

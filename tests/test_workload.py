@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from kit.accelerator import profile
+from kit.lengths import length_names, source
 from kit.prompts import WORDS
-from kit.workload import Stage, Workload, WorkloadError, length_names, source
+from kit.workload import Stage, Workload, WorkloadError
 
 
 @pytest.mark.parametrize("name", length_names())
 def test_lengths_follow_the_percentiles_of_the_trace(name: str) -> None:
-    from kit.workload import _data
+    from kit.lengths import _file
 
-    table = _data()[name]
+    table = _file()["workloads"][name]
     wide = Workload(lengths=name, max_prompt_tokens=131_072, max_output_tokens=131_072)
     drawn = wide.requests(40_000)
     for column, kind in (("prompt_tokens", "prompt_tokens"), ("max_tokens", "output_tokens")):
@@ -82,8 +83,8 @@ def test_a_workload_survives_its_way_to_the_load_generator() -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"lengths": "azure-conv"}, "no such workload; did you mean 'azure-2023-conv'"),
-        ({"mix_lengths": "shrt"}, "mix_lengths = 'shrt': no such workload; did you mean 'short'"),
+        ({"lengths": "azure-conv"}, "not known; did you mean 'azure-2023-conv'"),
+        ({"mix_lengths": "shrt"}, "mix_lengths = 'shrt': not known; did you mean 'short'"),
         ({"mix_share": 0.2}, "mix_share = 0.2 has nothing to draw from"),
         ({"leave_after_tokens": 3}, "needs a stream to leave"),
         ({"retry": "often"}, "retry = 'often': must be 'none' or 'honour' or 'storm'"),
