@@ -89,23 +89,27 @@ class Arrivals:
         self._handed = 0
 
     def peek_s(self) -> float:
-        """When the next request is due, in seconds from the start; infinite when none is left."""
+        """When the next request is due, in seconds from the start; infinite when none is left.
+
+        A plan ends with its workload's `duration_s`.
+        """
         while self._next == len(self._units):
             if not self._more():
                 return math.inf
         if self._times is None:
             self._times = self.rate.times(self._units)
-        return float(self._times[self._next])
+        due_s = float(self._times[self._next])
+        return due_s if due_s <= self._workload.duration_s else math.inf
 
     def pop(self) -> int:
-        """The position in the plan of the request that `peek_s` tells of, which is then done."""
+        """The position in the plan of the request that `peek_s` told of, which is then done."""
         self._next += 1
         self._handed += 1
         return (self._handed - 1) * self.shares + self._share
 
     def planned(self, until_s: float) -> int:
         """How many requests were due by a time, sent or not; of this share."""
-        units = self.rate.units(until_s)
+        units = self.rate.units(min(until_s, self._workload.duration_s))
         while self._end <= units and self._more():
             pass
         due = int(np.searchsorted(self._units, units, "right"))
@@ -119,7 +123,7 @@ class Arrivals:
         """When every request of this share is due up to a time, in seconds: the plan as a whole."""
         self.planned(until_s)
         times = self.rate.times(self._units[self._next :])
-        return times[times <= until_s]
+        return times[times <= min(until_s, self._workload.duration_s)]
 
     def _more(self) -> bool:
         """Draw another block; False when a trace has ended."""

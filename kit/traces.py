@@ -86,9 +86,9 @@ def _read(path: Path, _changed_ns: int) -> pd.DataFrame:
         dates = pd.to_datetime(table["time_s"], utc=True, format="ISO8601", errors="coerce")
         table["time_s"] = (dates - dates.min()).dt.total_seconds()
     table = table.apply(pd.to_numeric, errors="coerce")
+    table["time_s"] -= table["time_s"].min()
     if _FORMS[found] == "ms":
         table["time_s"] /= 1e3
-    table["time_s"] -= table["time_s"].min()
     for column, low in zip(COLUMNS, (0, 1, 1), strict=True):
         wrong = ~(table[column] >= low)
         if wrong.any():

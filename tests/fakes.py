@@ -124,3 +124,10 @@ def view(
         changes=pd.DataFrame(list(changes), columns=list(CHANGE_COLUMNS)),
         replica_seconds=60.0,
     )
+
+
+def ks_distance(gaps_s: np.ndarray) -> float:
+    """Kolmogorov and Smirnov's distance between gaps and the exponential of their mean."""
+    expected = 1 - np.exp(-np.sort(gaps_s) / gaps_s.mean())
+    steps = np.arange(len(gaps_s) + 1) / len(gaps_s)
+    return float(max((steps[1:] - expected).max(), (expected - steps[:-1]).max()))
