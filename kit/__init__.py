@@ -18,7 +18,10 @@ if TYPE_CHECKING:
         figures,
         figures_apps,
         measures,
+        phases,
         report,
+        summary,
+        validity,
     )
     from kit.experiment import SLOS, Change, Experiment, Slo, run, run_many
     from kit.live_panel import panel
@@ -35,12 +38,14 @@ _HOMES = {
     "PRESETS": "presets", "Settings": "settings", "knobs": "settings", "load": "store",
     "Stage": "workload", "Workload": "workload", "breakdown": "", "compare": "", "explain": "",
     "explain_apps": "", "export": "", "figures": "", "figures_apps": "", "measures": "", "report": "",
+    "phases": "", "summary": "", "validity": "",
 }  # fmt: skip
 
 __all__ = [  # noqa: RUF022  grouped as people use them
     "Settings", "knobs", "PRESETS", "Workload", "Stage", "Experiment", "Change", "Slo", "SLOS",
     "start", "attach", "panel", "run", "run_many", "load", "measures", "breakdown", "figures",
-    "figures_apps", "explain", "explain_apps", "compare", "export", "report",
+    "figures_apps", "explain", "explain_apps", "phases", "summary", "validity", "compare", "export",
+    "report",
 ]  # fmt: skip
 
 

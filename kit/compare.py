@@ -18,7 +18,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kit import bootstrap, measures
+from kit import bootstrap, measures, validity
 from kit.bootstrap import Floats
 from kit.estimates import BY_NAME, MEASURES, Measure, resampled
 from kit.figures import PART_COLOURS, PART_NAMES, nothing, parts_seen
@@ -51,13 +51,14 @@ def compare(a: Stretch, b: Stretch, seed: int = 0, force: bool = False) -> pd.Da
         a: the first, what `b` is compared with.
         b: the second; both are judged by the promises of `a`'s run.
         seed: of the resampling.
-        force: whether to compare what differs in more than its settings.
+        force: whether to compare what differs in more than its settings, or is invalid.
 
     Returns:
         Indexed by figure (`MEASURES`): `a`, `a_low`, `a_high`, the same for `b` and for
         `ratio` (b ÷ a), and `verdict`: `better`, `worse` or `cannot tell`; of the batch size, which
         is neither good nor bad, `larger` or `smaller`. Intervals are 95 %. Without enough requests
-        they are NaN, as is a percentile, and the verdict is `cannot tell`.
+        they are NaN, as is a percentile, and the verdict is `cannot tell`; so it is where either is
+        invalid (`kit.validity`).
 
     Raises:
         CompareError: when hardware, packages, the engine, what it emulates or its model differ,
@@ -73,6 +74,8 @@ def compare(a: Stretch, b: Stretch, seed: int = 0, force: bool = False) -> pd.Da
     first = resampled(a, slo, np.random.default_rng([seed, 0]))
     second = resampled(b, slo, np.random.default_rng([seed, 1]))
     rows = {m.name: _row(m, first[m.name], second[m.name]) for m in MEASURES}
+    if not force and any(map(validity.invalid, (a, b))):
+        rows = {name: row | {"verdict": CANNOT_TELL} for name, row in rows.items()}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("figure")
 
 
@@ -108,6 +111,10 @@ def words(a: Stretch, b: Stretch, found: pd.DataFrame) -> list[str]:
         f"**{name}**: {s.label}, {s.from_s:.1f} to {s.to_s:.1f} s, {len(s.requests())} requests."
         for name, s in zip("AB", (a, b), strict=True)
     ]
+    texts += [
+        f"**{name} is invalid**: {why}." for name, s in zip("AB", (a, b), strict=True)
+        if (why := validity.invalid(s))
+    ]  # fmt: skip
     texts += differences(a, b)
     for verdict, rows in found.groupby("verdict", sort=True):
         headings = ", ".join(BY_NAME[str(name)].heading for name in rows.index)

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from IPython.display import Markdown
 
-from kit import advise, measures
+from kit import advise, measures, phases, summary, validity
 from kit.accelerator import any_profile
 from kit.lengths import source
 from kit.provenance import accelerator_note
@@ -53,7 +53,7 @@ def bullets(sentences: list[str]) -> Markdown:
 
 def changes(run: Run) -> list[str]:
     """One paragraph for each change that took effect, and one for each that was refused."""
-    table = measures.phases(run)
+    table = phases.stretches(run)
     texts = []
     for k in range(1, len(table)):
         before, after = table.iloc[k - 1], table.iloc[k]
@@ -91,8 +91,8 @@ def dominant(run: Run) -> str:
 
 def _at_the_end(run: Run) -> View:
     """The last stretch of a run, after settling, as a view."""
-    last = measures.phases(run).iloc[-1]
-    from_s, end_s = float(last["from_s"]), float(last["end_s"])
+    last = phases.stretches(run).iloc[-1]
+    from_s, end_s = float(last["from_s"]), float(last["to_s"])
     ended = measures.finished_s(run.requests)
     done = run.changes[(run.changes["error"] == "") & run.changes["knob"].isin(BY_NAME)]
     moved_to = {c["knob"]: _value(c["knob"], c["to"]) for c in measures.records(done)}
@@ -141,6 +141,8 @@ def what_ran(run: Run) -> list[str]:
             f"are on that clock: 1 s stands for {1 / scale:.1f} s of the real accelerator. Waits "
             "and overheads around it are real and not scaled."
         )
+    if why := validity.invalid(run):
+        texts.insert(0, f"**Invalid: {why}.** What this run shows may have that for its reason.")
     ended = "" if run.status == "complete" else f"**This run is {run.status}.** "
     return texts + [f"{ended}Note: {n}" for n in run.notes]
 
@@ -185,12 +187,14 @@ def _load_words(load: Mapping[str, Any]) -> str:
 def verdict_sentences(run: Run) -> list[str]:
     """One sentence for each promise of the SLO."""
     texts = []
-    for v in measures.records(measures.verdicts(run)):
+    for v in measures.records(summary.verdicts(run)):
         promise = f"{v['slo'].removesuffix('_s').replace('_', ' ')} ≤ {v['limit_s']:g} s"
         if v["met_at_the_end"] is None:
             texts.append(f"**{promise}: no figure** (no successful request)")
             continue
         word = "met" if v["met_at_the_end"] else "missed"
+        if not measures.enough(v["requests_at_the_end"], 95):
+            word += f", as far as {v['requests_at_the_end']:.0f} requests tell"
         texts.append(
             f"**{promise}: {word}** in the last stretch ({v['last_stretch_s']:.2f} s; "
             f"{v['whole_run_s']:.2f} s over the whole run)"
@@ -200,7 +204,10 @@ def verdict_sentences(run: Run) -> list[str]:
 
 def phase_table(run: Run) -> pd.DataFrame:
     """The stretches of a run as a table for people; unit in each heading."""
-    t = measures.phases(run)
+    t = phases.stretches(run)
+    # A tail of so few requests is no figure.
+    tails = [c for c in map(str, t) if c.endswith("_p95_s")]
+    t[tails] = t[tails].where(t["requests"].map(lambda n: measures.enough(n, 95)))
     return pd.DataFrame(
         {
             "from": t["label"],
@@ -213,13 +220,34 @@ def phase_table(run: Run) -> pd.DataFrame:
             "batch (requests)": t["batch_size"].round(1),
             "replicas": t["replicas"],
             "accelerator busy (%)": (t["busy_share"] * 100).round(0),
+            "measured": [
+                f"{a:.1f} to {b:.1f} s, {'steady' if steady else 'not steady'}"
+                for a, b, steady in zip(t["from_s"], t["to_s"], t["steady"], strict=True)
+            ],
         }
     ).set_index("from")
 
 
+def phase_list(run: Run) -> pd.DataFrame:
+    """What the run went through, from warm-up to steady state, as a table for people."""
+    t = phases.found(run)
+    return pd.DataFrame(
+        {
+            "phase": t["phase"],
+            "from (s)": t["from_s"].round(1),
+            "to (s)": t["to_s"].round(1),
+            "began with": t["why"],
+            "requests": t["requests"],
+        }
+    ).set_index("phase")
+
+
 def comparison_table(runs: Mapping[str, Run]) -> pd.DataFrame:
-    """The last stretch of several runs, a row each."""
-    return pd.concat([phase_table(r).tail(1).set_axis([name]) for name, r in runs.items()])
+    """The last stretch of several runs, a row each; says which are invalid, and why."""
+    rows = [phase_table(r).tail(1).set_axis([name]) for name, r in runs.items()]
+    whys = [validity.invalid(r) for r in runs.values()]
+    table = pd.concat(rows)
+    return table.assign(invalid=whys) if any(whys) else table
 
 
 def environment_table(run: Run, summary: Mapping[str, Any]) -> pd.DataFrame:

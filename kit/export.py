@@ -55,7 +55,7 @@ def write_serve_config(
         source: what serves, or settings.
         path: of the file; folders above it are made.
         slo: the promises that these settings were tuned for, named in the comment.
-        summary: what was measured with them (`measures.summary`), named beside each promise.
+        summary: what was measured with them (`kit.summary.of`), named beside each promise.
 
     Returns:
         `path`.

@@ -15,10 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
-from kit import measures
+from kit import measures, phases
 from kit.measures import OUTCOMES, PARTS, Sampled
-from kit.provenance import accelerator_note
+from kit.provenance import title
 from kit.store import Run
 from kit.windows import over_time, parts_near
 
@@ -49,6 +50,10 @@ OUTCOME_COLOURS = dict(
 )
 CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "black", "#999999")
 """For what has no colour of its own, in this order."""
+PHASE_COLOURS = {
+    "warm-up": "#F5C26B", "cold start": "#9AD0F5", "transient": "#F5C26B", "varying": "#DDDDDD",
+    "steady": "#8FD9BD",
+}  # fmt: skip
 _SLO_STYLE: dict[str, Any] = {"lw": 1.2, "color": "#D55E00"}
 _WIDTH_IN = 10.0
 
@@ -76,11 +81,30 @@ def overview(run: Run) -> Figure:
         axes[4].legend(**_LEGEND | {"title": whose if emulated else "replica"})
     else:
         nothing(axes[4])
+    _phase_strip(axes[0], run)
     _mark_moves(axes, run)
     axes[-1].set_xlim(0, float(run.experiment["workload"]["duration_s"]))
     axes[-1].set_xlabel("time since the load began (s)")
-    figure.suptitle(accelerator_note(run), fontsize=9)
+    figure.suptitle(title(run), fontsize=9)
     return figure
+
+
+def _phase_strip(ax: Axes, run: Run) -> None:
+    """The phases as a thin band along the bottom of a panel, each named where there is room."""
+    end_s = float(run.experiment["workload"]["duration_s"])
+    for phase in measures.records(phases.found(run)):
+        width_s = phase["to_s"] - phase["from_s"]
+        ax.add_patch(
+            Rectangle(
+                (phase["from_s"], 0), width_s, 0.055, transform=ax.get_xaxis_transform(),
+                facecolor=PHASE_COLOURS[phase["phase"]], edgecolor="white", lw=0.8, zorder=3,
+            )
+        )  # fmt: skip
+        if width_s > 0.012 * end_s * len(phase["phase"]):
+            ax.text(
+                phase["from_s"] + width_s / 2, 0.027, phase["phase"], fontsize=7, ha="center",
+                va="center", transform=ax.get_xaxis_transform(), zorder=4,
+            )  # fmt: skip
 
 
 def latency(
@@ -191,7 +215,7 @@ def distribution(run: Run) -> Figure:
     left.set_xlabel("latency (s)")
     left.legend(fontsize=8)
     _waterfall(right, good)
-    figure.suptitle(accelerator_note(run), fontsize=9)
+    figure.suptitle(title(run), fontsize=9)
     return figure
 
 
@@ -217,7 +241,7 @@ def comparison(runs: Mapping[str, Run]) -> Figure:
     figure = Figure(figsize=(_WIDTH_IN, 3.8), layout="constrained", dpi=100)
     axes = figure.subplots(1, 3)
     names = list(runs)
-    stretches = [measures.phases(r).iloc[-1] for r in runs.values()]
+    stretches = [phases.stretches(r).iloc[-1] for r in runs.values()]
     axes[0].bar(names, [s["throughput_rps"] for s in stretches], color="#009E73")
     axes[0].set_ylabel("throughput (requests/s)")
     for ax, q in zip(axes[1:], (50, 95), strict=True):
@@ -234,7 +258,7 @@ def comparison(runs: Mapping[str, Run]) -> Figure:
     axes[2].legend(fontsize=7)
     for ax in axes:
         ax.tick_params(axis="x", labelsize=8)
-    figure.suptitle(accelerator_note(next(iter(runs.values()))), fontsize=9)
+    figure.suptitle(title(next(iter(runs.values()))), fontsize=9)
     return figure
 
 

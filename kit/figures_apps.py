@@ -24,7 +24,7 @@ from kit.figures import (
     parts_seen,
 )
 from kit.measures import OUTCOMES
-from kit.provenance import accelerator_note
+from kit.provenance import title
 from kit.store import Run
 from kit.windows import parts_near
 
@@ -132,9 +132,9 @@ def token_times(runs: Mapping[str, Run]) -> Figure:
     axes[0].set_ylabel("at or below (%)")
     axes[0].set_ylim(0, 100)
     q = np.linspace(0, 100, 1001)
-    for ax, (title, unit, values_of, slo) in zip(axes, panels, strict=True):
+    for ax, (name, unit, values_of, slo) in zip(axes, panels, strict=True):
         factor = {"s": 1.0, "ms": 1e3}[unit]
-        ax.set_xlabel(f"{title} ({unit})")
+        ax.set_xlabel(f"{name} ({unit})")
         far = 0.0
         for k, (name, run) in enumerate(runs.items()):
             values = values_of(run.requests).dropna()
@@ -239,7 +239,7 @@ def _figure(
 ) -> tuple[Figure, Any]:
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained", dpi=100)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey)
-    figure.suptitle(accelerator_note(run), fontsize=9)
+    figure.suptitle(title(run), fontsize=9)
     return figure, axes.ravel()
 
 

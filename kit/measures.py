@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
-from kit.settings import BY_NAME
 from kit.store import Run
 
 PARTS = (
@@ -60,6 +59,20 @@ def percentile(values: pd.Series[float], q: float) -> float:
     """Exact q-th percentile (0 to 100); NaN of nothing."""
     found = values.dropna()
     return float(np.percentile(found, q)) if len(found) else math.nan
+
+
+TAIL = 10
+"""Requests beyond a percentile that it needs to be told: 200 in all for p95, 1,000 for p99."""
+
+
+def enough(count: float, q: float) -> bool:
+    """Whether so many requests tell their q-th percentile (0 to 100): `TAIL` of them lie beyond it."""
+    return count * (100 - q) / 100 >= TAIL
+
+
+def told(values: pd.Series[float], q: float) -> float:
+    """The same, but NaN where there are too few values to tell it."""
+    return percentile(values, q) if enough(values.count(), q) else math.nan
 
 
 def identity_error_s(requests: pd.DataFrame) -> pd.Series[float]:
@@ -143,77 +156,6 @@ def moves(of: Sampled) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["asked_s", "applied_s", "label", "error", "mark"])
 
 
-def phases(run: Run, settle: float = 0.3) -> pd.DataFrame:
-    """Stretches of a run between changes that took effect, each measured after settling.
-
-    Args:
-        run: any run.
-        settle: share of each stretch left out at its start: what was under way before the change
-            is not its effect.
-
-    Returns:
-        One row a stretch: `label` (the change that began it), `start_s`, `from_s` (after settling),
-        `end_s`, `requests`, `throughput_rps`, `output_tokens_per_s`, p50 and p95 of end-to-end,
-        queueing, inference, TTFT and TPOT, mean `batch_size` and parts (`PARTS`),
-        `replicas` (most running) and `busy_share` (mean).
-    """
-    end_s = float(run.experiment["workload"]["duration_s"])
-    applied = moves(run).dropna(subset="applied_s")
-    # A mark may be set while a change is still being applied: stretches never run backwards.
-    starts = np.maximum.accumulate([0.0, *applied["applied_s"]])
-    ends = np.maximum([*applied["asked_s"], end_s], starts)
-    labels = ["start", *applied["label"]]
-    good, busy = ok(run.requests), busy_share(run)
-    running = series(run, "serve", "running_replicas")
-    ended = finished_s(good)
-    rows = []
-    for label, start_s, stop_s in zip(labels, starts, ends, strict=True):
-        from_s = start_s + settle * (stop_s - start_s)
-        rows_in = good[(ended >= from_s) & (ended < stop_s)]
-        width_s = max(stop_s - from_s, 1e-9)
-        row: dict[str, Any] = {
-            "label": label,
-            "start_s": start_s,
-            "from_s": from_s,
-            "end_s": stop_s,
-            "requests": len(rows_in),
-            "throughput_rps": len(rows_in) / width_s,
-            "output_tokens_per_s": rows_in["output_tokens"].sum() / width_s,
-        }
-        for part in ("e2e", "response", "queueing", "inference", "ttft", "tpot"):
-            row[f"{part}_p50_s"] = percentile(rows_in[f"{part}_s"], 50)
-            row[f"{part}_p95_s"] = percentile(rows_in[f"{part}_s"], 95)
-        for part in (*PARTS, "batch_size"):
-            row[part] = rows_in[part].mean()
-        row["replicas"] = running[(running.index >= start_s) & (running.index < stop_s)].max()
-        inside = busy["time_s"].between(from_s, stop_s)
-        row["busy_share"] = busy.loc[inside, "busy_share"].mean()
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def verdicts(run: Run) -> pd.DataFrame:
-    """One row for each promise of the run's SLO: `slo`, `limit_s`, and the figure over the whole
-    run and in its last stretch, each with whether it is met (None where there is no figure)."""
-    last = phases(run).iloc[-1]
-    good = ok(run.requests)
-    rows = []
-    for name, limit_s in run.experiment["slo"].items():
-        if limit_s is None:
-            continue
-        whole = percentile(good[name.replace("_p95_s", "_s")], 95)
-        end = float(last[name])
-        met = [None if math.isnan(v) else v <= limit_s for v in (whole, end)]
-        rows.append((name, limit_s, whole, met[0], end, met[1]))
-    columns = ["slo", "limit_s", "whole_run_s", "met_whole_run", "last_stretch_s", "met_at_the_end"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def good_fraction(run: Run) -> float:
-    """`good_fraction_of` the run's requests under its own SLO."""
-    return good_fraction_of(run.requests, run.experiment["slo"])
-
-
 def good_fraction_of(requests: pd.DataFrame, slo: Mapping[str, float | None]) -> float:
     """Successful requests within all the SLO's limits ÷ all attempts but those told to leave.
 
@@ -241,43 +183,6 @@ def keeps(requests: pd.DataFrame, slo: Mapping[str, float | None]) -> pd.Series[
     return met.astype("float64")
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """The run in flat figures, the unit in each key; None where there is nothing to measure."""
-    good = ok(run.requests)
-    outcome = run.requests["outcome"].value_counts()
-    span_s = float(finished_s(good).max() - run.requests["sent_s"].min()) if len(good) else math.nan
-    good_share, gaps_s = good_fraction(run), itl_s(run.requests)
-    attempts = int((run.requests["outcome"] != "left").sum())
-    # Changes of the load and marks reach no replica.
-    sent = run.changes[run.changes["knob"].isin(BY_NAME)]
-    found: dict[str, Any] = {
-        "run_id": run.run_id,
-        "status": run.status,
-        "duration_s": float(run.experiment["workload"]["duration_s"]),
-        **{f"{o}_requests": int(outcome.get(o, 0)) for o in OUTCOMES},
-        "throughput_rps": throughput_rps(run.requests),
-        "output_tokens_per_s": float(good["output_tokens"].sum()) / span_s,
-        "goodput_rps": good_share * attempts / span_s,
-        "good_fraction": good_share,
-        **{
-            f"{part}_p{q}_s": percentile(good[f"{part}_s"], q)
-            for part in (
-                *("e2e", "response", "client_wait", "queueing", "inference", "ttft", "tpot"),
-                *(p.removesuffix("_s") for p in PARTS),
-            )
-            for q in (50, 95, 99)
-        },
-        **{f"itl_p{q}_s": percentile(gaps_s, q) for q in (50, 95, 99)},
-        "batch_size_mean_requests": float(good["batch_size"].mean()),
-        "identity_error_p99_s": percentile(identity_error_s(run.requests), 99),
-        "max_running_replicas": float(series(run, "serve", "running_replicas").max()),
-        "replica_seconds": replica_seconds(run),
-        "accelerator_busy_share_mean": float(busy_share(run)["busy_share"].mean()),
-        "change_applied_median_s": float((sent["applied_s"] - sent["asked_s"]).median()),
-        "restarted_replicas": float(sent["restarted_replicas"].sum()),
-    }
-    plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in found.items()}
-    return plain | {
-        f"slo_{v['slo'].removesuffix('_s')}_met_at_the_end": v["met_at_the_end"]
-        for v in records(verdicts(run))
-    }
+def goodput_rps(requests: pd.DataFrame, slo: Mapping[str, float | None], span_s: float) -> float:
+    """Successful requests within all the SLO's limits ÷ `span_s` seconds; NaN as `keeps`."""
+    return float(keeps(requests, slo).sum(skipna=False)) / span_s

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from kit import validity
 from kit.accelerator import any_profile
 from kit.store import Run
 
@@ -20,6 +21,13 @@ def accelerator_note(run: Run) -> str:
     scale = settings["time_scale"]
     clock = "" if scale == 1 else f" · times × {scale:g} of the real accelerator's"
     return f"{p.label}{clock}\n{textwrap.fill('evidence: ' + p.evidence, 130)}"
+
+
+def title(run: Run) -> str:
+    """What stands above a run's figures: what computed the answers and, where it is, *invalid: why*."""
+    why = validity.invalid(run)
+    warning = [textwrap.fill(f"INVALID: {why}", 110)] if why else []
+    return "\n".join([*warning, accelerator_note(run)])
 
 
 def _engine_name(run: Run, engine: str) -> str:

@@ -21,7 +21,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit import experiment, measures, store
+from kit import experiment, measures, store, summary
 from kit.progress import waiting
 from kit.report_parameters import (
     Parameters,
@@ -104,7 +104,7 @@ def marks(run: Run) -> Markdown | None:
 
 def write_summary(run: Run, place: Path | None = None) -> dict[str, Any]:
     """Write the run's `summary.json` into `place`, by default beside its tables; return it."""
-    found = measures.summary(run)
+    found = summary.of(run)
     ((place or run.folder) / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
     return found
 

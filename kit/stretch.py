@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from kit import measures
+from kit import measures, phases
 from kit.settings import BY_NAME
 from kit.store import Run
 from kit.workload import Workload
@@ -63,11 +63,11 @@ class Stretch:
 
 
 def stretches(run: Run) -> list[Stretch]:
-    """What lies between a run's changes and marks, each after settling (`measures.phases`)."""
+    """What lies between a run's changes and marks, each in its steady state (`phases.stretches`)."""
     return [
-        Stretch(run, p["from_s"], p["end_s"], p["label"])
-        for p in measures.records(measures.phases(run))
-        if p["end_s"] > p["from_s"]
+        Stretch(run, p["from_s"], p["to_s"], p["label"])
+        for p in measures.records(phases.stretches(run))
+        if p["to_s"] > p["from_s"]
     ]
 
 

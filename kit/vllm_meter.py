@@ -41,6 +41,8 @@ class Meter:
             "kv_cache_share": self._kv_cache_share,
             "preemptions": self._preemptions,
             "prefix_cache_hit_share": self._hit_tokens / queried if queried else 0.0,
+            "prefix_cache_queried_tokens": queried,
+            "prefix_cache_hit_tokens": self._hit_tokens,
         }
 
     def log(self) -> None: ...

@@ -20,7 +20,7 @@ from fakes import fake_run
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from kit import advise, figures, measures
+from kit import advise, figures, measures, summary
 from kit.accelerator import NO_ACCELERATOR
 from kit.application import application
 from kit.live import Recent, numbers
@@ -110,7 +110,7 @@ def million_rows() -> dict[str, float]:
     """Time and memory of the summary and the figures of a run of 1,000,000 rows."""
     run = fake_run(1_000_000, duration_s=600.0)
     began_s = time.perf_counter()
-    measures.summary(run)
+    summary.of(run)
     for figure in (figures.overview(run), figures.distribution(run)):
         figure.savefig(os.devnull, format="png")
     took_s = time.perf_counter() - began_s

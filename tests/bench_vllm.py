@@ -25,7 +25,7 @@ from typing import Any
 import pandas as pd
 import requests
 
-from kit import breakdown, measures
+from kit import breakdown, measures, phases
 from kit.experiment import Experiment, run
 from kit.load import Load
 from kit.models import SMALL, resolve
@@ -190,7 +190,7 @@ def batches(serving: Serving, folder: Path) -> None:
     for app in ("batched", "continuous"):
         settings = VLLM.replace(app=app, max_batch_size=16, max_num_seqs=16)
         r = run(Experiment(settings, workload, name=app), serving, folder / app, progress=False)
-        last = measures.phases(r).iloc[-1]
+        last = phases.stretches(r).iloc[-1]
         found[app] = (float(last["throughput_rps"]), float(last["e2e_p95_s"]))
         print(f"{app}: {last['throughput_rps']:.2f} requests/s, E2E p95 {last['e2e_p95_s']:.2f} s, "
               f"outcomes {r.requests['outcome'].value_counts().to_dict()}", flush=True)  # fmt: skip

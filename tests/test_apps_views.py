@@ -13,7 +13,7 @@ import pytest
 from fakes import fake_run, requests_table
 from matplotlib.figure import Figure
 
-from kit import breakdown, explain, explain_apps, figures, figures_apps, measures
+from kit import breakdown, explain, explain_apps, figures, figures_apps, measures, summary
 from kit.experiment import SLOS, Experiment, Slo
 from kit.provenance import accelerator_note
 from kit.settings import Settings
@@ -103,16 +103,16 @@ def test_gaps_are_pooled_over_successful_streams() -> None:
 
 def test_promises_about_streams_have_figures_only_where_there_are_streams() -> None:
     slo = Slo(None, None, ttft_p95_s=0.3, tpot_p95_s=0.1)
-    table = measures.verdicts(with_slo(streamed(), slo)).set_index("slo")
+    table = summary.verdicts(with_slo(streamed(), slo)).set_index("slo")
     assert not table.loc["ttft_p95_s", "met_whole_run"]  # 0.2 to 0.4 s against 0.3 s
     assert table.loc["tpot_p95_s", "met_whole_run"]
-    assert measures.good_fraction(with_slo(streamed(), slo)) == pytest.approx(0.45, abs=0.1)
-    assert measures.summary(with_slo(streamed(), slo))["itl_p50_s"] == pytest.approx(0.008)
+    assert summary.good_fraction(with_slo(streamed(), slo)) == pytest.approx(0.45, abs=0.1)
+    assert summary.of(with_slo(streamed(), slo))["itl_p50_s"] == pytest.approx(0.008)
 
     plain = with_slo(fake_run(), slo)
-    assert measures.verdicts(plain)["met_whole_run"].isna().all()
-    assert math.isnan(measures.good_fraction(plain))
-    assert measures.summary(plain)["ttft_p95_s"] is None
+    assert summary.verdicts(plain)["met_whole_run"].isna().all()
+    assert math.isnan(summary.good_fraction(plain))
+    assert summary.of(plain)["ttft_p95_s"] is None
 
 
 def test_who_was_told_to_leave_counts_neither_as_good_nor_as_bad() -> None:
@@ -120,8 +120,8 @@ def test_who_was_told_to_leave_counts_neither_as_good_nor_as_bad() -> None:
     table = run.requests.copy()
     table.loc[:49, "outcome"] = "left"
     left = replace(run, requests=table)
-    assert measures.good_fraction(left) == 1.0
-    assert measures.summary(left)["left_requests"] == 50
+    assert summary.good_fraction(left) == 1.0
+    assert summary.of(left)["left_requests"] == 50
 
 
 def test_useful_share_is_outputs_over_slots_of_whole_batches() -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from fakes import fake_run, requests_table
 
-from kit import bootstrap, compare, estimates, measures
+from kit import bootstrap, compare, estimates, phases, summary
 from kit.compare import CompareError, Stretch
 from kit.store import CHANGE_COLUMNS, Run
 
@@ -93,13 +93,13 @@ def test_values_are_those_of_measures_and_lie_in_their_intervals() -> None:
     shed = requests_table(60, seed=9).assign(outcome="rejected", e2e_s=0.001)
     run = replace(run, requests=pd.concat([run.requests, shed], ignore_index=True))
     found = compare.compare(s := compare.whole(run), s)
-    whole = measures.phases(run, settle=0).iloc[0]
+    whole = phases.stretches(run, settle=0).iloc[0]
     for name in ("e2e_p50_s", "e2e_p95_s", "queueing_p95_s", "inference_p95_s"):
         assert found.loc[name, "a"] == pytest.approx(whole[name])
     for name in ("throughput_rps", "output_tokens_per_s"):
         assert found.loc[name, "a"] == pytest.approx(whole[name])
     assert found.loc["batch_size_mean_requests", "a"] == pytest.approx(whole["batch_size"])
-    assert found.loc["good_fraction", "a"] == pytest.approx(measures.good_fraction(run))
+    assert found.loc["good_fraction", "a"] == pytest.approx(summary.good_fraction(run))
     assert (found["a_low"] <= found["a"]).all()
     assert (found["a"] <= found["a_high"]).all()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import BASE
 
-from kit import measures
+from kit import measures, phases
 from kit.accelerator import NO_ACCELERATOR, profile
 from kit.experiment import Change
 from kit.store import Run
@@ -97,6 +97,6 @@ def test_continuous_batching_beats_static_batches_at_the_same_load(
     for app in ("continuous", "batched"):
         settings = BASE.replace(app=app, max_batch_size=16, time_scale=0.3)
         run = measure(settings, users=16, duration_s=6.0)
-        rates[app] = measures.phases(run)["throughput_rps"].iloc[-1]
+        rates[app] = phases.stretches(run)["throughput_rps"].iloc[-1]
     print("requests/s:", {app: f"{rate:.1f}" for app, rate in rates.items()})
     assert rates["continuous"] > 1.5 * rates["batched"]

@@ -15,7 +15,7 @@ import pytest
 from fakes import fake_run, requests_table, samples_table
 from PIL import Image
 
-from kit import gpu, live, live_tables, measures
+from kit import gpu, live, live_tables, measures, phases
 from kit.live import WINDOW_S, Recent, numbers, view_of
 from kit.live_figure import LiveFigure
 from kit.settings import Settings
@@ -147,7 +147,7 @@ def test_what_is_recent_starts_with_the_last_change_that_took_effect() -> None:
     assert view.recent_s == pytest.approx(5.0)
     assert view.settings.max_batch_size == 16
     assert measures.moves(view)["label"].tolist()[-1] == "mark: lunch"
-    assert [len(measures.phases(r)) for r in (run, noted)] == [2, 3]  # a note begins a stretch
+    assert [len(phases.stretches(r)) for r in (run, noted)] == [2, 3]  # a note begins a stretch
 
 
 def test_numbers_are_those_of_the_recent_rows_and_nan_where_nothing_was_seen(

@@ -19,7 +19,7 @@ import requests
 from lab import Lab, lab
 from playwright.sync_api import Locator, expect
 
-from kit import measures, store
+from kit import measures, phases, store
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parent.parent
@@ -127,8 +127,8 @@ def test_a_person_tunes_a_running_deployment_in_the_browser(tmp_path: Path) -> N
     assert len(moves) == 10
     assert moves["error"].isna().all() or (moves["error"] == "").all()
     assert (run.changes["restarted_replicas"] == 0).all()
-    phases = measures.phases(run).set_index("label")
-    small, large = phases.loc["users 0 → 32"], phases.loc["max_batch_size 20 → 16"]
+    found = phases.stretches(run).set_index("label")
+    small, large = found.loc["users 0 → 32"], found.loc["max_batch_size 20 → 16"]
     assert large["batch_size"] > 2 * small["batch_size"]
     assert large["queueing_p50_s"] < 0.7 * small["queueing_p50_s"]
     assert measures.series(run, "serve", "running_replicas").max() == 2
@@ -147,8 +147,8 @@ def test_the_notebook_plays_a_script_where_no_page_is_open(tmp_path: Path) -> No
     assert not [o for o in shown if "widget-view" in str(o.get("data", {}))]
     run = store.load(tmp_path / "run")
     assert run.status == "complete"
-    phases: pd.DataFrame = measures.phases(run).set_index("label")
-    before, after = phases.loc["users 0 → 32"], phases.loc["max_batch_size 4 → 16"]
+    found: pd.DataFrame = phases.stretches(run).set_index("label")
+    before, after = found.loc["users 0 → 32"], found.loc["max_batch_size 4 → 16"]
     # What the notebook teaches: throughput rises faster than inference, and queueing falls.
     assert after["throughput_rps"] > 1.3 * before["throughput_rps"]
     assert after["queueing_p50_s"] < before["queueing_p50_s"]

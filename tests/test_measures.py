@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from fakes import fake_run, requests_table
 
-from kit import explain, figures, measures, store
+from kit import explain, figures, measures, phases, store, summary
 from kit.experiment import Change, Experiment
 from kit.settings import Settings, SettingsError
 from kit.store import StoreError
@@ -28,9 +28,9 @@ def test_o18_percentiles_are_exact() -> None:
 
 def test_o16_rejections_are_counted_beside_and_not_in_percentiles() -> None:
     run = fake_run(200)
-    before = measures.summary(run)
+    before = summary.of(run)
     shed = requests_table(100, seed=5).assign(outcome="rejected", e2e_s=0.001, status=503.0)
-    after = measures.summary(replace(run, requests=pd.concat([run.requests, shed])))
+    after = summary.of(replace(run, requests=pd.concat([run.requests, shed])))
     assert after["e2e_p50_s"] == before["e2e_p50_s"]
     assert (after["ok_requests"], after["rejected_requests"]) == (200, 100)
     assert after["good_fraction"] == pytest.approx(before["good_fraction"] * 2 / 3)
@@ -44,9 +44,9 @@ def test_parts_add_up_at_every_percentile() -> None:
         assert total == pytest.approx(measures.percentile(table["e2e_s"], q), rel=0.02)
 
 
-def test_phases_are_measured_between_changes_after_settling() -> None:
+def test_stretches_are_measured_between_changes_after_settling() -> None:
     run = fake_run(1200, duration_s=60.0)
-    table = measures.phases(run)
+    table = phases.stretches(run, settle=0.3)
     assert list(table["label"]) == ["start", "max_batch_size 8 → 16"]
     assert table["from_s"].tolist() == pytest.approx([9.0, 30.4 + 0.3 * 29.6])
     assert table["throughput_rps"].iloc[0] == pytest.approx(1200 / 59, rel=0.1)
@@ -71,7 +71,7 @@ def test_replica_seconds_is_the_area_under_running() -> None:
 def test_summary_of_nothing_has_no_zeros() -> None:
     run = fake_run(10)
     empty = replace(run, requests=run.requests.iloc[:0], samples=run.samples.iloc[:0])
-    found = measures.summary(empty)
+    found = summary.of(empty)
     assert found["ok_requests"] == 0
     for key in ("e2e_p95_s", "throughput_rps", "good_fraction", "replica_seconds"):
         assert found[key] is None
@@ -79,7 +79,7 @@ def test_summary_of_nothing_has_no_zeros() -> None:
 
 
 def test_verdicts_follow_the_slo() -> None:
-    table = measures.verdicts(fake_run()).set_index("slo")
+    table = summary.verdicts(fake_run()).set_index("slo")
     assert table.loc["e2e_p95_s", "met_at_the_end"]  # 0.81 s against 1.5 s
     assert not table.loc["queueing_p95_s", "met_at_the_end"]  # 0.3 s against 0.2 s
 

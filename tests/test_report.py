@@ -20,7 +20,7 @@ import psutil
 import pytest
 from fakes import fake_run
 
-from kit import compare, explain, explain_apps, figures, measures, report, store
+from kit import compare, explain, explain_apps, figures, phases, report, store, summary
 from kit.report import NOTEBOOK, ROOT, Parameters, ReportError, main
 from kit.settings import Settings
 from kit.store import CHANGE_COLUMNS, Run
@@ -286,9 +286,7 @@ def test_the_report_from_start_to_end(tmp_path: Path) -> None:
     assert beat.median() == pytest.approx(0.5, abs=0.05)
     assert run.status == "complete"
 
-    from kit import measures
-
-    table = measures.phases(run)
+    table = phases.stretches(run)
     print(table[["queueing_p95_s", "throughput_rps"]].round(2).to_string())
     # What the report claims of its first change, with room for a short run on a shared machine.
     assert table["queueing_p95_s"].iloc[1] < table["queueing_p95_s"].iloc[0]
@@ -401,15 +399,15 @@ def test_every_part_of_a_report_stands_any_session(
     n: int, settings: dict[str, object], tmp_path: Path
 ) -> None:
     run = session(tmp_path, n, **settings)
-    table = measures.phases(run)
+    table = phases.stretches(run)
     assert list(table["label"]) == [
         "start", "max_batch_size 8 → 16", "mark: while <b>it</b> is applied", "users 8 → 0",
         "mark: quiet", "users 0 → 8",
     ]  # fmt: skip
     assert (table["end_s"] >= table["start_s"]).all()
     assert table["requests"].iloc[4] == 0
-    summary = measures.summary(run)
-    assert summary["change_applied_median_s"] == pytest.approx(0.6), "of knobs alone"
+    found = summary.of(run)
+    assert found["change_applied_median_s"] == pytest.approx(0.6), "of knobs alone"
     for words in (
         explain.what_ran,
         explain.verdict_sentences,
@@ -419,7 +417,7 @@ def test_every_part_of_a_report_stands_any_session(
         assert all(words(run)) or not n
     assert "nan" not in " ".join(explain.changes(run))
     assert explain.dominant(run)
-    explain.environment_table(run, summary)
+    explain.environment_table(run, found)
     figures.overview(run).savefig(tmp_path / "overview.png")
     figures.distribution(run).savefig(tmp_path / "distribution.png")
     for a in compare.stretches(run):

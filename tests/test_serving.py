@@ -16,7 +16,7 @@ import pytest
 import requests
 from conftest import BASE, ask
 
-from kit import leftovers, store
+from kit import leftovers, store, summary
 from kit import serving as serving_module
 from kit.application import application
 from kit.clock import SERVED_BY
@@ -315,9 +315,8 @@ def test_o16_shed_load_is_told_apart_and_does_not_flatter_the_percentiles(
     served = run.requests[run.requests["outcome"] == "ok"]
     assert len(shed) > len(served) > 3
     assert set(shed["status"]) == {503}
-    from kit import measures
 
-    found = measures.summary(run)
+    found = summary.of(run)
     assert found["rejected_requests"] == len(shed)
     assert found["e2e_p50_s"] == pytest.approx(served["e2e_s"].median())
     assert found["e2e_p50_s"] > run.requests["e2e_s"].median()

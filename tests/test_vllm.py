@@ -66,7 +66,8 @@ def test_meter_counts_what_vllm_tells() -> None:
     assert (meter.steps, meter.sequences, meter.running) == (1, 4, 3)
     assert meter.figures() == {
         "running_sequences": 3, "waiting_sequences": 2, "kv_cache_share": 0.5, "preemptions": 2,
-        "prefix_cache_hit_share": 0.25,
+        "prefix_cache_hit_share": 0.25, "prefix_cache_queried_tokens": 64,
+        "prefix_cache_hit_tokens": 16,
     }  # fmt: skip
 
 

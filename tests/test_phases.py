@@ -1,0 +1,110 @@
+"""Phases are found where they are: theory and made-up runs whose steady state is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from fakes import fake_run
+
+from kit import explain, figures, phases
+from kit.experiment import Experiment
+from kit.settings import Settings
+from kit.store import Run
+from kit.workload import Stage, Workload
+
+
+def made(
+    latency_s: np.ndarray, duration_s: float = 60.0, running: list[tuple[float, float]] | None = None,
+    **workload: object,
+) -> Run:  # fmt: skip
+    """A run of evenly sent requests with these latencies, and so many replicas from each time on."""
+    run = fake_run(len(latency_s), duration_s=duration_s)
+    sent_s = np.linspace(0, duration_s, len(latency_s), endpoint=False)
+    table = run.requests.assign(sent_s=sent_s, intended_s=sent_s, e2e_s=latency_s)
+    grid = np.arange(0, duration_s, 0.5)
+    steps = running or [(0.0, 1.0)]
+    counts = [[n for t, n in steps if t <= now][-1] for now in grid]
+    samples = pd.DataFrame(
+        {"time_s": grid, "source": "serve", "metric": "running_replicas", "value": counts}
+    )
+    about = Experiment(Settings(), Workload(duration_s=duration_s, **workload)).as_dict()
+    return replace(run, experiment=about, requests=table, samples=samples, changes=run.changes[:0])
+
+
+def test_a_warm_up_is_left_out_and_no_more(rng: np.random.Generator) -> None:
+    # Latency falls from 2 s with a time constant of 40 requests; after five of them it is steady.
+    n = 1200
+    settled = 0.5 + rng.gamma(4, 0.02, n)
+    table = phases.found(made(settled + 1.5 * np.exp(-np.arange(n) / 40)))
+    assert table["phase"].tolist() == ["warm-up", "steady"]
+    steady = table.iloc[1]
+    assert 100 / 20 < steady["from_s"] < 300 / 20
+    assert (steady["to_s"], table["from_s"].iloc[0]) == (60.0, 0.0)
+    assert table["requests"].sum() == pytest.approx(n, abs=20)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_steady_run_is_called_steady(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    noise = rng.normal(0, 0.05, 800)
+    for k in range(1, 800):  # neighbours in a queue are alike
+        noise[k] += 0.7 * noise[k - 1]
+    table = phases.found(made(0.5 + np.abs(noise)))
+    assert table["phase"].iloc[-1] == "steady"
+    assert table["from_s"].iloc[-1] < 30
+
+
+def test_a_queue_that_grows_reaches_no_steady_state(rng: np.random.Generator) -> None:
+    growing = 0.2 + np.linspace(0, 8, 600) + rng.gamma(2, 0.05, 600)
+    table = phases.found(made(growing))
+    assert table["phase"].tolist() == ["warm-up"]
+    assert "no steady state" in table["why"].iloc[0]
+
+
+def test_steps_replicas_and_cold_starts_begin_phases(rng: np.random.Generator) -> None:
+    latency_s = 0.3 + rng.gamma(4, 0.01, 2400)
+    run = made(
+        latency_s, running=[(0.0, 0.0), (6.0, 1.0), (40.0, 2.0)], users=4,
+        stages=(Stage(at_s=20.0, users=8, ramp_s=3.0),),
+    )  # fmt: skip
+    table = phases.found(run)
+    assert table["phase"].tolist() == [
+        "cold start", "transient", "steady", "transient", "steady", "transient", "steady",
+    ]  # fmt: skip
+    assert table["why"].iloc[1] == "a replica came: 1 serve"
+    assert table["why"].iloc[3] == "8 users"
+    ramp = table.iloc[3]
+    assert (ramp["from_s"], ramp["to_s"] >= 23.0) == (20.0, True)
+    assert (table["from_s"].to_numpy()[1:] == table["to_s"].to_numpy()[:-1]).all()
+    assert "cold start" in explain.phase_list(run).index
+
+
+@pytest.mark.parametrize(
+    "varying",
+    [{"arrivals": "on-off"}, {"arrivals": "poisson", "diurnal": "azure-2024-code", "day_s": 60.0}],
+)
+def test_load_that_never_stands_still_has_no_steady_state(varying: dict[str, object]) -> None:
+    table = phases.found(made(np.full(600, 0.4), **varying))
+    assert table["phase"].tolist() == ["varying"]
+    assert "varies all the time" in table["why"].iloc[0]
+
+
+def test_figures_of_a_stretch_are_of_its_steady_part(rng: np.random.Generator) -> None:
+    n = 1200
+    latency_s = 0.5 + rng.gamma(4, 0.02, n) + 3 * np.exp(-np.arange(n) / 40)
+    row = phases.stretches(made(latency_s)).iloc[0]
+    assert row["steady"]
+    assert row["e2e_p95_s"] < 0.9 < np.percentile(latency_s, 95)
+    assert phases.stretches(made(latency_s), settle=0.0).iloc[0]["e2e_p95_s"] > 0.9
+    short = phases.stretches(made(np.full(12, 0.4))).iloc[0]
+    assert not short["steady"]
+    assert short["from_s"] == pytest.approx(18.0)
+    assert figures.overview(made(latency_s)).axes[0].patches
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
