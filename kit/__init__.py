@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit import (
+        agreement,
         breakdown,
         compare,
         explain,
@@ -38,13 +39,14 @@ _HOMES = {
     "PRESETS": "presets", "Settings": "settings", "knobs": "settings", "load": "store",
     "Stage": "workload", "Workload": "workload", "breakdown": "", "compare": "", "explain": "",
     "explain_apps": "", "export": "", "figures": "", "figures_apps": "", "measures": "", "report": "",
-    "phases": "", "summary": "", "validity": "",
+    "phases": "", "summary": "", "validity": "", "agreement": "",
 }  # fmt: skip
 
 __all__ = [  # noqa: RUF022  grouped as people use them
     "Settings", "knobs", "PRESETS", "Workload", "Stage", "Experiment", "Change", "Slo", "SLOS",
     "start", "attach", "panel", "run", "run_many", "load", "measures", "breakdown", "figures",
-    "figures_apps", "explain", "explain_apps", "phases", "summary", "validity", "compare", "export",
+    "figures_apps", "explain", "explain_apps", "phases", "summary", "validity", "agreement", "compare",
+    "export",
     "report",
 ]  # fmt: skip
 

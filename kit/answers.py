@@ -14,6 +14,7 @@ from typing import Any
 from kit.clock import SERVED_BY
 
 _SERVER = ("batch_wait", "engine_queue", "prefill", "decode", "postprocess")
+_BATCH = ("batch_fill", "batch_run")  # of the whole batch, as Serve measures them
 STORM_S = 0.005
 UNTOLD_RETRY_S = 1.0
 
@@ -36,10 +37,12 @@ def parts(
         replica, batch, size, their_clock, arrived_s, returned_s, route = served_by.split()
         named = dict(part.strip().split(";dur=") for part in timing.split(","))
         spans = {name: float(named[name]) / 1e3 for name in _SERVER}
+        batch_s = {n: float(named[n]) / 1e3 for n in _BATCH if n in named}
         away_s, back_s = float(arrived_s) - sent_s, finished_s - float(returned_s)
     except (ValueError, KeyError) as error:
         return {"error": f"{SERVED_BY} or Server-Timing is not as agreed ({error!r})"}
     row: dict[str, Any] = {f"{name}_s": span for name, span in spans.items()}
+    row |= {f"{name}_s": span for name, span in batch_s.items()}
     row |= {"replica_id": replica, "batch_id": batch, "batch_size": size, "route": route}
     row["inference_s"] = row["prefill_s"] + row["decode_s"]
     if their_clock == clock:

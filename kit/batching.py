@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ray import serve
@@ -14,7 +16,12 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
+SERVED: ContextVar[tuple[float, float] | None] = ContextVar("served", default=None)
+"""Of the batch that served this request: how long it filled, from its first request on, and how long
+it ran, in seconds; what Serve's own batch metrics tell of, measured where it measures."""
+
+
+@dataclass
 class Entry:
     """One request on its way into a batch, with its size in tokens (0 where tokens do not count)."""
 
@@ -22,13 +29,18 @@ class Entry:
     turn: Turn
     tokens: int
     gate: Gate
+    looks_s: list[float] = field(default_factory=list)
+    served: tuple[float, float] | None = None
 
 
 def batch_size(entries: Sequence[Entry]) -> int:
     """How full a batch of these is, in requests; one too many when it holds too many tokens.
 
-    A batch of one is never too large: Serve would answer its caller with an error.
+    A batch of one is never too large: Serve would answer its caller with an error. Serve looks when
+    it takes the first request, each time that more have come, and once more before it runs the batch.
     """
+    if entries:
+        entries[0].looks_s.append(time.monotonic())
     limit = entries[0].gate.limit_tokens if entries else None
     if limit is None or len(entries) < 2 or sum(e.tokens for e in entries) <= limit:
         return len(entries)
@@ -67,13 +79,24 @@ class DynamicBatching(Generic[Item, Result]):
     async def in_batch(self, item: Item, tokens: int = 0) -> Result:
         """The result of one item, which waits for its batch; leaving gives its place back."""
         async with self._gate.turn(tokens) as turn:
-            result: Result = await self._batch(Entry(item, turn, tokens, self._gate))
+            entry = Entry(item, turn, tokens, self._gate)
+            result: Result = await self._batch(entry)
+        SERVED.set(entry.served)
         return result
 
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.0, batch_size_fn=batch_size)
     async def _batch(self, entries: list[Entry]) -> list[Result]:
+        begun_s = time.monotonic()
         with self._gate.batch([e.turn for e in entries]):
-            return await self.run_batch([e.item for e in entries])
+            results = await self.run_batch([e.item for e in entries])
+        looks_s = entries[0].looks_s
+        if (
+            len(looks_s) > 2
+        ):  # else the first request left, and with it what was seen of the filling
+            served = looks_s[-2] - looks_s[0], time.monotonic() - begun_s
+            for entry in entries:
+                entry.served = served
+        return results
 
     async def check_batching(self) -> None:
         """Raises when the task that forms batches has died: requests would hang for ever."""

@@ -54,6 +54,8 @@ def start_ray(settings: Settings, port: int, num_cpus: int | None) -> str:
     for side in ("REPLICA", "HANDLE"):
         name = f"RAY_SERVE_{side}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
         os.environ[name] = str(settings.metrics_interval_s)
+    # By default Ray's processes hand over their metrics every 10 s, for which each run would wait.
+    os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if settings.proxy == "haproxy" else "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # torch warns of the pynvml alias in every worker that imports it; this one text only.

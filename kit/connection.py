@@ -79,6 +79,18 @@ class Connection(ABC):
         """
         return dict(self._asked(self._client.get_serve_details))
 
+    def metrics_urls(self) -> list[str]:
+        """Where each node exports its Prometheus metrics; empty where the dashboard does not tell."""
+        try:
+            answer = self._client._do_request("GET", "/nodes?view=summary")
+            nodes = [node["raylet"] for node in answer.json()["data"]["summary"]]
+            return [
+                f"http://{node['nodeManagerAddress']}:{node['metricsExportPort']}/metrics"
+                for node in nodes if node.get("state") == "ALIVE"
+            ]  # fmt: skip
+        except (RuntimeError, ConnectionError, requests.RequestException, KeyError, ValueError):
+            return []
+
     @abstractmethod
     def status(self) -> Status:
         """The deployment now."""

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kit import serve_metrics, store
 from kit import serving as serving_module
-from kit import store
 from kit.cluster import ServingError
 from kit.doubts import doubts
 from kit.load import LEAD_S, Load, LoadError
@@ -118,6 +118,7 @@ def run(
     serving: Serving | None = None,
     folder: Path | None = None,
     progress: bool = True,
+    agreement: bool = False,
 ) -> Run:
     """Run one experiment and return it with its tables, which are on disk in `folder`.
 
@@ -126,6 +127,7 @@ def run(
         serving: where; by default one is started and shut down again.
         folder: takes the run; default `data/runs/<run id>`.
         progress: whether to draw a progress bar.
+        agreement: whether to read what Serve counted meanwhile, for `kit.agreement`; takes 2 s.
 
     Raises:
         ServingError: when the app cannot be deployed.
@@ -134,12 +136,12 @@ def run(
     """
     if serving is None:
         with serving_module.start(experiment.settings) as serving:
-            return run(experiment, serving, folder, progress)
+            return run(experiment, serving, folder, progress, agreement)
     empty = store.begun(experiment.as_dict(), experiment.doubts(), folder)
     store.write(empty)
     try:
         serving.deploy(experiment.settings)
-        attempt = _Attempt(experiment, serving, empty)
+        attempt = _Attempt(experiment, serving, empty, agreement)
     except BaseException as error:
         status: store.Ending = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         notes = (*empty.notes, f"ended before any load: {error or type(error).__name__}")
@@ -170,11 +172,13 @@ def run_many(experiments: Iterable[Experiment], serving: Serving, folder: Path) 
 class _Attempt:
     """The moving parts of one run."""
 
-    def __init__(self, experiment: Experiment, serving: Serving, blank: Run) -> None:
+    def __init__(
+        self, experiment: Experiment, serving: Serving, blank: Run, agreement: bool
+    ) -> None:
         self.experiment = experiment
         self.serving = serving
         self.blank = blank
-        for stale in ("requests.csv", "samples.csv"):
+        for stale in ("requests.csv", "samples.csv", store.COUNTED):
             (blank.folder / stale).unlink(missing_ok=True)
         run = zlib.crc32(blank.run_id.encode())  # so that no prompt was sent in an earlier run
         self.load = Load(experiment.workload, serving.url, blank.folder, run=run)
@@ -182,6 +186,7 @@ class _Attempt:
         self.changes: list[dict[str, Any]] = []
         self.notes = list(blank.notes)
         self.t0_s = 0.0
+        self.counted = serve_metrics.begin(serving) if agreement else None
 
     def run(self, progress: bool) -> Run:
         duration_s = self.experiment.workload.duration_s
@@ -263,6 +268,10 @@ class _Attempt:
         self.notes += died
         done = replace(self._so_far(), status=status)
         store.write(done)
+        if self.counted is not None:
+            answered = int((self.load.rows()["outcome"] == "ok").sum())
+            counted = serve_metrics.end(self.counted, self.serving, answered)
+            counted.to_csv(done.folder / store.COUNTED, index=False)
         whole = store.load(done.folder)
         if status == "complete" and not len(whole.requests):
             raise StoreError(

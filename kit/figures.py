@@ -90,19 +90,20 @@ def overview(run: Run) -> Figure:
 
 
 def _phase_strip(ax: Axes, run: Run) -> None:
-    """The phases as a thin band along the bottom of a panel, each named where there is room."""
+    """The phases as a thin band on top of a panel, each named where there is room."""
     end_s = float(run.experiment["workload"]["duration_s"])
     for phase in measures.records(phases.found(run)):
         width_s = phase["to_s"] - phase["from_s"]
         ax.add_patch(
             Rectangle(
-                (phase["from_s"], 0), width_s, 0.055, transform=ax.get_xaxis_transform(),
+                (phase["from_s"], 1), width_s, 0.055, transform=ax.get_xaxis_transform(),
+                clip_on=False,
                 facecolor=PHASE_COLOURS[phase["phase"]], edgecolor="white", lw=0.8, zorder=3,
             )
         )  # fmt: skip
         if width_s > 0.012 * end_s * len(phase["phase"]):
             ax.text(
-                phase["from_s"] + width_s / 2, 0.027, phase["phase"], fontsize=7, ha="center",
+                phase["from_s"] + width_s / 2, 1.027, phase["phase"], fontsize=7, ha="center",
                 va="center", transform=ax.get_xaxis_transform(), zorder=4,
             )  # fmt: skip
 
@@ -311,11 +312,11 @@ def _mark_moves(axes: Any, run: Run) -> None:
     move_lines(axes, moves)
     for number, move in enumerate(moves, 1):
         axes[0].annotate(
-            str(number), (move["asked_s"], 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
+            str(number), (move["asked_s"], 1), xycoords=("data", "axes fraction"), xytext=(0, 16),
             textcoords="offset points", ha="center", fontsize=9, fontweight="bold",
         )  # fmt: skip
     texts = [
         f"{n}  {m['label']}{' (refused)' if m['error'] else ''}" for n, m in enumerate(moves, 1)
     ]
     if texts:
-        axes[0].set_title("\n".join(texts), loc="left", fontsize=8, pad=16)
+        axes[0].set_title("\n".join(texts), loc="left", fontsize=8, pad=29)

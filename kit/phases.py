@@ -5,12 +5,11 @@ took another step, a replica came or went. What follows is a transient until the
 is over: first until the requests from before have all ended, then by MSER-5 (the marginal standard
 error rule on means of five: White 1997, Simulation 69(6) 323-334; White, Cobb and Spratt 2000, Winter
 Simulation Conference), which leaves out at the start what makes the mean of the rest less sure. Where
-it would leave out more than half, no steady state was reached.
+it would leave out half or more, no steady state was reached.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -111,7 +110,7 @@ def _events(run: Run, end_s: float) -> list[tuple[float, str, str, float]]:
 
 
 def _truncation(values: NDArray[np.float64]) -> int | None:
-    """How many values to leave out at the start, by MSER-5; None when more than half or too few."""
+    """How many values to leave out at the start, by MSER-5; None when half or more, or too few."""
     if len(values) < LEAST:
         return None
     count = len(values) // _BATCH
@@ -120,9 +119,9 @@ def _truncation(values: NDArray[np.float64]) -> int | None:
     left = np.arange(count, 0, -1)
     sums, squares = (np.cumsum(v[::-1])[::-1] for v in (means, means**2))
     errors = np.maximum(squares - sums**2 / left, 0.0) / left**2
-    errors[left < 5] = math.inf
-    cut = int(errors.argmin())
-    return None if cut > count / 2 else cut * _BATCH
+    half = count // 2
+    cut = int(errors[: half + 1].argmin())
+    return None if cut == half else cut * _BATCH
 
 
 def stretches(run: Run, settle: float | None = None) -> pd.DataFrame:

@@ -19,6 +19,7 @@ import psutil
 from ray import serve
 
 from kit.application import MONITOR_NAME
+from kit.batching import SERVED
 from kit.clock import SERVED_BY, clock_id
 from kit.engine import Done
 from kit.settings import Settings, SettingsError
@@ -62,6 +63,7 @@ class Replica:
         self.user_config: dict[str, Any] = {}
         self.refused: dict[str, Any] | None = None
         self.ongoing = 0
+        self._ongoing_s, self._counted_s = 0.0, time.monotonic()
         self._clock = clock_id()
         self._cpu = CpuMeter()
         self._replica_id = serve.get_replica_context().replica_tag
@@ -92,7 +94,11 @@ class Replica:
         return {"executing": 0, "batches": 0, "busy_s": 0.0, "engine": {}}
 
     def state(self) -> dict[str, Any]:
-        """This replica now; `t_s`, `cpu_s` and `busy_s` in seconds, the rest counts."""
+        """This replica now: seconds (`t_s`, `cpu_s`, `busy_s`), counts, and `ongoing_s`, their ∫ dt.
+
+        A count read now and then by the event loop that does the work is seldom read while it is high.
+        """
+        self._count(0)
         return {
             "replica_id": self._replica_id,
             "pid": os.getpid(),
@@ -102,17 +108,24 @@ class Replica:
             "user_config": self.user_config,
             "refused": self.refused,
             "ongoing": self.ongoing,
+            "ongoing_s": self._ongoing_s,
             **self.work(),
         }
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Around a request: it is ongoing meanwhile."""
-        self.ongoing += 1
+        self._count(1)
         try:
             yield
         finally:
-            self.ongoing -= 1
+            self._count(-1)
+
+    def _count(self, step: int) -> None:
+        now_s = time.monotonic()
+        self._ongoing_s += self.ongoing * (now_s - self._counted_s)
+        self._counted_s = now_s
+        self.ongoing += step
 
     def timing(
         self, arrived_s: float, done: Done, returned_s: float, route: str | None = None
@@ -125,6 +138,8 @@ class Replica:
             "decode": done.done_s - done.first_token_s,
             "postprocess": returned_s - done.done_s,
         }
+        if batch := SERVED.get():
+            spans |= {"batch_fill": batch[0], "batch_run": batch[1]}
         return {
             "Server-Timing": ", ".join(f"{k};dur={v * 1e3:.4f}" for k, v in spans.items()),
             SERVED_BY: f"{self._replica_id} {done.batch_id} {done.batch_size} {self._clock} "

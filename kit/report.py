@@ -67,7 +67,7 @@ def main_run(p: Parameters, serving: Serving | None, place: Path) -> Run:
     """The run that the report is about: recorded, or run now into `place`."""
     if serving is None:
         return store.load(Path(p.recorded))
-    return experiment.run(main_experiment(p), serving, place)
+    return experiment.run(main_experiment(p), serving, place, agreement=True)
 
 
 def compared(p: Parameters, serving: Serving | None, place: Path) -> dict[str, Run] | None:

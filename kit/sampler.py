@@ -160,7 +160,10 @@ class Sampler:
 def _rates(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """What a replica used between two of its heartbeats, for each second."""
     width_s = now["t_s"] - before["t_s"]
-    for counter, metric in (("busy_s", "accelerator_busy_share"), ("cpu_s", "cpu_cores")):
+    for counter, metric in (
+        ("busy_s", "accelerator_busy_share"), ("cpu_s", "cpu_cores"),
+        ("ongoing_s", "mean_ongoing_requests"),
+    ):  # fmt: skip
         # A replica that another version of the kit deployed may not tell of its CPU.
         if counter in before and counter in now:
             # A child that ended unseen takes its time along: nothing was used backwards.

@@ -15,7 +15,7 @@ import platform
 import secrets
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +27,11 @@ from kit.accelerator import DATA
 from kit.load import read_requests
 from kit.rows import REQUEST_COLUMNS
 from kit.sampler import SAMPLE_COLUMNS, read_samples
+from kit.serve_metrics import COLUMNS as COUNTED_COLUMNS
 
 SCHEMA = 1
 RUNS = DATA / "runs"
+COUNTED = "serve_histograms.csv"
 CHANGE_COLUMNS = ("knob", "from", "to", "asked_s", "applied_s", "restarted_replicas", "error")
 Ending = Literal["running", "complete", "interrupted", "failed", "killed"]
 
@@ -51,6 +53,10 @@ class Run:
     samples: pd.DataFrame
     changes: pd.DataFrame
     folder: Path
+    counted: pd.DataFrame = field(
+        default_factory=lambda: pd.DataFrame(columns=list(COUNTED_COLUMNS))
+    )
+    """What Serve itself counted meanwhile, see `kit.serve_metrics`; empty where nobody asked it."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Run):
@@ -202,6 +208,7 @@ def load(folder: Path) -> Run:
         samples=_table(folder / "samples.csv", read_samples, SAMPLE_COLUMNS),
         changes=read_changes(folder / "changes.csv"),
         folder=folder,
+        counted=_table(folder / COUNTED, pd.read_csv, COUNTED_COLUMNS),
     )
     if status == "killed" and head["status"] == "running":
         return replace(run, notes=(*run.notes, "the process was killed; rows up to then are kept"))

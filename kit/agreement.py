@@ -1,0 +1,164 @@
+"""Do the figures agree with what others counted of the same run: Ray Serve itself, and Little's law.
+
+Serve's batch metrics and the kit's rows are two measurements of the same batches. Their buckets are
+compared, count by count: a batch that one of them puts into the next bucket differs by one. Nobody's
+clock is exact at a bucket's edge, so a batch within `EDGE_S` of one may lie on either side.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from kit import measures, phases
+from kit.serve_metrics import HISTOGRAMS, entered
+from kit.store import Run
+
+EDGE_S = 0.001
+BATCHES = 0.02
+"""Share of all batches that may lie in another bucket."""
+REQUEST_COUNT = 0.01
+LITTLE = 0.05
+"""Sampled twice a second, the number of requests is as sure as that over some tens of seconds."""
+
+_OURS = {
+    "ray_serve_actual_batch_size": ("batch_size", 1.0, 0.0),
+    "ray_serve_batch_wait_time_ms": ("batch_fill_s", 1e3, EDGE_S),
+    "ray_serve_batch_execution_time_ms": ("batch_run_s", 1e3, EDGE_S),
+}
+"""Serve's metric → our column, times what, and how far from an edge it may be off."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One figure from two sources; `agrees` is None where one of them is missing, and `note` says why."""
+
+    what: str
+    ours: str
+    theirs: str
+    difference: float
+    allowed: float
+    agrees: bool | None
+    note: str = ""
+
+
+def checks(run: Run) -> list[Agreement]:
+    """Every figure that has a second source: batches, requests, requests under way."""
+    batches = _batches(run.requests)
+    found = [_histogram(run, metric, batches) for metric in HISTOGRAMS]
+    return [*found, _requests(run), *_littles_law(run)]
+
+
+def table(run: Run) -> pd.DataFrame:
+    """The checks for people."""
+    words = {True: "yes", False: "NO", None: "not known"}
+    rows = {
+        c.what: {
+            "the kit": c.ours,
+            "the other": c.theirs,
+            "difference (%)": math.nan
+            if math.isnan(c.difference)
+            else round(c.difference * 100, 2),
+            "allowed (%)": c.allowed * 100,
+            "agree": words[c.agrees],
+            "note": c.note,
+        }
+        for c in checks(run)
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("figure")
+
+
+def misplaced(values: np.ndarray, edges: np.ndarray, counts: np.ndarray, slack: float) -> float:
+    """How many values lie in another bucket than counted: Σ over edges of what passes each in excess.
+
+    Args:
+        values: one for each batch.
+        edges: upper edges of the buckets, rising, the last infinite.
+        counts: cumulative counts at those edges.
+        slack: values so close to an edge may lie on either side of it.
+    """
+    ordered = np.sort(values)
+    least = np.searchsorted(ordered, edges - slack, "right")
+    most = np.searchsorted(ordered, edges + slack, "right")
+    return float(np.maximum(np.maximum(least - counts, counts - most), 0).sum())
+
+
+def _batches(requests: pd.DataFrame) -> pd.DataFrame:
+    """One row a batch, of whatever became of its requests."""
+    told = requests.dropna(subset=["replica_id", "batch_id", "batch_run_s"])
+    return told.drop_duplicates(["replica_id", "batch_id"])
+
+
+def _histogram(run: Run, metric: str, batches: pd.DataFrame) -> Agreement:
+    what = f"{HISTOGRAMS[metric]} (Serve's buckets)"
+    rows = run.counted[run.counted["metric"] == metric]
+    if not len(rows) or not len(batches):
+        note = "no batches by @serve.batch" if len(run.counted) else _UNCOUNTED
+        return Agreement(what, "", "", math.nan, BATCHES, None, note)
+    cumulative = rows.groupby("le")["count"].sum().sort_index()
+    column, times, slack_s = _OURS[metric]
+    values = batches[column].to_numpy(dtype=float) * times
+    off = misplaced(
+        values, cumulative.index.to_numpy(), cumulative.to_numpy(), slack_s * times
+    )  # fmt: skip
+    share = off / len(values)
+    pair = f"{len(values)} batches", f"{cumulative.iloc[-1]:.0f} batches"
+    return Agreement(what, *pair, share, BATCHES, bool(share <= BATCHES))
+
+
+def _requests(run: Run) -> Agreement:
+    what = "requests that a replica answered"
+    # Of an app with a router or a postprocessor each deployment counts: its entrance counts all.
+    theirs = entered(run.counted)
+    if not theirs:
+        return Agreement(what, "", "", math.nan, REQUEST_COUNT, None, _UNCOUNTED)
+    ours = int(run.requests["outcome"].isin(["ok", "invalid", "error", "left"]).sum())
+    cut = int(run.requests["outcome"].isin(["cut", "timeout"]).sum())
+    # Those that were cut may have reached a replica or not.
+    off = max(ours - theirs, theirs - ours - cut, 0.0) / max(theirs, 1.0)
+    note = f"and {cut} cut" if cut else ""
+    return Agreement(
+        what, f"{ours}", f"{theirs:.0f}", off, REQUEST_COUNT, bool(off <= REQUEST_COUNT), note
+    )
+
+
+def _littles_law(run: Run) -> list[Agreement]:
+    """L = λ W (Little 1961, Operations Research 9(3) 383-387), in the last stretch's steady part."""
+    last = phases.stretches(run).iloc[-1]
+    from_s, to_s = float(last["from_s"]), float(last["to_s"])
+    ended = measures.finished_s(run.requests)
+    inside = run.requests[(ended >= from_s) & (ended < to_s)]
+    rate_rps = len(inside) / max(to_s - from_s, 1e-9)
+    server = ["batch_wait_s", "engine_queue_s", "prefill_s", "decode_s", "postprocess_s"]
+    in_replica_s = inside[server].sum(axis=1, skipna=False)
+    each = measures.by_replica(run, "mean_ongoing_requests")
+    each = each[each["time_s"].between(from_s, to_s)]
+    in_flight = measures.series(run, "load", "in_flight")
+    in_flight = in_flight[(in_flight.index >= from_s) & (in_flight.index < to_s)]
+    of_replicas = each.groupby("replica_id")["mean_ongoing_requests"].mean().sum()
+    found = []
+    for what, sampled, count, width_s in (
+        (
+            "requests under way (Little's law)",
+            in_flight.mean(),
+            len(in_flight),
+            inside["e2e_s"].mean(),
+        ),
+        ("requests in replicas (Little's law)", of_replicas, len(each), in_replica_s.mean()),
+    ):
+        law = rate_rps * width_s
+        if count < 10 or math.isnan(law) or not law:
+            note = f"too short a stretch: {count} samples"
+            found.append(Agreement(what, "", "", math.nan, LITTLE, None, note))
+            continue
+        off = abs(float(sampled) / law - 1)
+        note = f"from {from_s:.0f} to {to_s:.0f} s"
+        pair = f"{law:.2f} = {rate_rps:.2f}/s × {width_s:.3f} s", f"{sampled:.2f} sampled"
+        found.append(Agreement(what, *pair, off, LITTLE, bool(off <= LITTLE), note))
+    return found
+
+
+_UNCOUNTED = "Serve's metrics were not read in this run: kit.run(…, agreement=True)"
