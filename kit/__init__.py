@@ -18,10 +18,13 @@ if TYPE_CHECKING:
         export,
         figures,
         figures_apps,
+        figures_load,
         measures,
         phases,
         report,
+        saturation,
         summary,
+        theory,
         validity,
     )
     from kit.experiment import SLOS, Change, Experiment, Slo, run, run_many
@@ -39,13 +42,15 @@ _HOMES = {
     "PRESETS": "presets", "Settings": "settings", "knobs": "settings", "load": "store",
     "Stage": "workload", "Workload": "workload", "breakdown": "", "compare": "", "explain": "",
     "explain_apps": "", "export": "", "figures": "", "figures_apps": "", "measures": "", "report": "",
-    "phases": "", "summary": "", "validity": "", "agreement": "",
+    "phases": "", "summary": "", "validity": "", "agreement": "", "theory": "", "saturation": "",
+    "figures_load": "",
 }  # fmt: skip
 
 __all__ = [  # noqa: RUF022  grouped as people use them
     "Settings", "knobs", "PRESETS", "Workload", "Stage", "Experiment", "Change", "Slo", "SLOS",
     "start", "attach", "panel", "run", "run_many", "load", "measures", "breakdown", "figures",
-    "figures_apps", "explain", "explain_apps", "phases", "summary", "validity", "agreement", "compare",
+    "figures_apps", "explain", "explain_apps", "phases", "summary", "validity", "agreement", "theory",
+    "saturation", "figures_load", "compare",
     "export",
     "report",
 ]  # fmt: skip

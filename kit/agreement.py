@@ -22,7 +22,7 @@ BATCHES = 0.02
 """Share of all batches that may lie in another bucket."""
 REQUEST_COUNT = 0.01
 LITTLE = 0.05
-"""Sampled twice a second, the number of requests is as sure as that over some tens of seconds."""
+"""The law is of long runs: at both ends of a stretch some requests lie half inside."""
 
 _OURS = {
     "ray_serve_actual_batch_size": ("batch_size", 1.0, 0.0),
@@ -136,11 +136,12 @@ def _littles_law(run: Run) -> list[Agreement]:
     in_replica_s = inside[server].sum(axis=1, skipna=False)
     each = measures.by_replica(run, "mean_ongoing_requests")
     each = each[each["time_s"].between(from_s, to_s)]
-    in_flight = measures.series(run, "load", "in_flight")
-    in_flight = in_flight[(in_flight.index >= from_s) & (in_flight.index < to_s)]
+    in_flight = measures.mean_in_flight(run, from_s, to_s)
+    told = measures.series(run, "load", "in_flight_s").index
+    count = int(((told >= from_s) & (told < to_s)).sum())
     of_replicas = each.groupby("replica_id")["mean_ongoing_requests"].mean().sum()
     found = []
-    for what, sampled, count, width_s in (
+    for what, sampled, readings, width_s in (
         (
             "requests under way (Little's law)",
             in_flight.mean(),
@@ -150,13 +151,13 @@ def _littles_law(run: Run) -> list[Agreement]:
         ("requests in replicas (Little's law)", of_replicas, len(each), in_replica_s.mean()),
     ):
         law = rate_rps * width_s
-        if count < 10 or math.isnan(law) or not law:
-            note = f"too short a stretch: {count} samples"
+        if readings < 10 or math.isnan(law + sampled) or not law:
+            note = f"too short a stretch: {readings} readings"
             found.append(Agreement(what, "", "", math.nan, LITTLE, None, note))
             continue
         off = abs(float(sampled) / law - 1)
         note = f"from {from_s:.0f} to {to_s:.0f} s"
-        pair = f"{law:.2f} = {rate_rps:.2f}/s × {width_s:.3f} s", f"{sampled:.2f} sampled"
+        pair = f"{law:.2f} = {rate_rps:.2f}/s × {width_s:.3f} s", f"{sampled:.2f} over time"
         found.append(Agreement(what, *pair, off, LITTLE, bool(off <= LITTLE), note))
     return found
 

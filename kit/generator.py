@@ -27,7 +27,7 @@ from kit.workload import Workload
 _SPAWN_PER_S = 1000
 _TELL_S = 0.25
 _DRAIN_S = 5.0
-_SUMMED = ("in_flight", "sent_requests", "planned_requests", "rate_rps")
+_SUMMED = ("in_flight", "in_flight_s", "sent_requests", "planned_requests", "rate_rps")
 
 
 class Session:
@@ -43,6 +43,7 @@ class Session:
         self.clock = clock_id()
         self.users = itertools.count()
         self.in_flight = self.sent = 0
+        self._in_flight_s, self._counted_s = 0.0, time.monotonic()
         self.arrivals: Arrivals | None = None
         self.changed, self.stopping = Event(), Event()
         self._cpu = (time.process_time(), time.monotonic())
@@ -94,6 +95,13 @@ class Session:
             print(f"cannot write {os.environ['KIT_REQUESTS']}: {error.strerror}", file=sys.stderr)
             os._exit(1)
 
+    def count(self, step: int) -> None:
+        """Another request is under way (1), or one has ended (−1)."""
+        now_s = time.monotonic()
+        self._in_flight_s += self.in_flight * (now_s - self._counted_s)
+        self._counted_s = now_s
+        self.in_flight += step
+
     def obey(self, command: dict[str, Any]) -> None:
         """What concerns requests: another workload, another rate, or the end."""
         if "workload" in command:
@@ -107,11 +115,17 @@ class Session:
             self.changed.set()
 
     def state(self) -> dict[str, Any]:
-        """How it is going; counts are since the beginning, `cpu_share` since the last call."""
+        """How it is going.
+
+        Counts, and `in_flight_s`, their ∫ dt, are since the beginning; `cpu_share` since the last call.
+        """
         used_s, now_s = time.process_time(), time.monotonic()
         before, self._cpu = self._cpu, (used_s, now_s)
         share = (used_s - before[0]) / max(now_s - before[1], 1e-9)
-        told: dict[str, Any] = {"in_flight": self.in_flight, "cpu_share": share}
+        self.count(0)
+        told: dict[str, Any] = {
+            "in_flight": self.in_flight, "in_flight_s": self._in_flight_s, "cpu_share": share,
+        }  # fmt: skip
         if self.arrivals:
             plan_s = max(0.0, now_s - self.t0_s - self.plan_s)
             told["sent_requests"] = self.sent

@@ -128,7 +128,7 @@ class User(FastHttpUser):
         """One attempt; fills and writes its row. Returns what Retry-After said."""
         # What Locust itself measured comes back through its request event.
         context: dict[str, Any] = {}
-        session.in_flight += 1
+        session.count(1)
         session.sent += row["attempt"] == 1
         sent_s = time.monotonic()
         row["sent_s"] = sent_s - session.t0_s
@@ -160,7 +160,7 @@ class User(FastHttpUser):
             row |= {"outcome": "cut", "error": "stopped before the answer was complete"}
             raise
         finally:
-            session.in_flight -= 1
+            session.count(-1)
             if "e2e_s" in row:
                 row["response_s"] = row["client_wait_s"] + row["e2e_s"]
             session.write(row)

@@ -101,6 +101,18 @@ def series(of: Sampled, source: str, metric: str) -> pd.Series[float]:
     return s[s["source"] == source].set_index("time_s")["value"]
 
 
+def mean_in_flight(of: Sampled, from_s: float, to_s: float) -> float:
+    """Mean number of requests under way in a span, by the load generator's own integral over time.
+
+    NaN where it told less than twice, or began anew within.
+    """
+    area_s = series(of, "load", "in_flight_s")
+    area_s = area_s[(area_s.index >= from_s) & (area_s.index < to_s)]
+    if len(area_s) < 2 or (area_s.diff() < 0).any():
+        return math.nan
+    return float((area_s.iloc[-1] - area_s.iloc[0]) / (area_s.index[-1] - area_s.index[0]))
+
+
 def replica_seconds(run: Run) -> float:
     """∫ running replicas dt over the load, the cost of the run; NaN without samples."""
     end_s = float(run.experiment["workload"]["duration_s"])

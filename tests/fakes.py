@@ -35,7 +35,7 @@ def requests_table(n: int, duration_s: float = 60.0, seed: int = 0) -> pd.DataFr
     table["replica_id"], table["batch_id"], table["batch_size"] = "r1", np.arange(n) // 4 + 0.0, 4.0
     table["prompt_tokens"], table["output_tokens"] = 100.0, 50.0
     table["route"], table["finish_reason"] = "-", "length"
-    for unstreamed in ("ttft_s", "tpot_s"):
+    for unstreamed in ("ttft_s", "tpot_s", "batch_fill_s", "batch_run_s"):
         table[unstreamed] = np.nan
     for empty in ("error", "itl_ms"):
         table[empty] = pd.Series([np.nan] * n, dtype="str")

@@ -134,7 +134,7 @@ def test_littles_law_sees_requests_that_nobody_wrote_down(made: Run) -> None:
     grid = np.arange(0, 60, 0.5)
     for in_flight, agrees in ((law, True), (1.2 * law, False)):
         samples = pd.DataFrame(
-            {"time_s": grid, "source": "load", "metric": "in_flight", "value": in_flight}
+            {"time_s": grid, "source": "load", "metric": "in_flight_s", "value": in_flight * grid}
         )
         found = agreement.checks(replace(made, samples=samples, changes=made.changes[:0]))[4]
         assert found.agrees is agrees, found

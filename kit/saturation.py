@@ -1,0 +1,162 @@
+"""How much load is too much: a short ramp of open-loop rates, and where its curve bends.
+
+run = kit.saturation.ramp(settings, workload, serving)
+kit.figures_load.load_latency(run)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kit import experiment, measures, theory
+from kit.experiment import Experiment, Slo
+from kit.serving import Serving
+from kit.settings import Settings
+from kit.store import Run
+from kit.workload import Stage, Workload, WorkloadError
+
+SETTLE = 0.3
+"""Share of each step left out at its start."""
+KEPT = 0.95
+"""A server keeps up with a rate of which it answers this share."""
+_SHARES = (0.2, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.15)
+
+
+def ramp(
+    settings: Settings,
+    workload: Workload,
+    serving: Serving,
+    rates_rps: Sequence[float] | None = None,
+    step_s: float = 8.0,
+    slo: Slo | None = None,
+    folder: Path | None = None,
+    progress: bool = True,
+) -> Run:
+    """Send rising rates to a deployment, each for `step_s`; `curve` reads the run.
+
+    Args:
+        settings: what to deploy.
+        workload: its lengths; its arrivals where they have a rate, else Poisson's.
+        serving: where.
+        rates_rps: rising; by default shares from 0.2 to 1.15 of the capacity that theory knows.
+        step_s: seconds of each rate.
+        slo: what counts as good; the default promises.
+        folder: takes the run.
+        progress: whether to draw a progress bar.
+
+    Raises:
+        WorkloadError: without rates where theory knows no capacity, or with rates that do not rise.
+    """
+    if rates_rps is None:
+        known = theory.of(settings, workload)
+        if math.isnan(known.capacity_rps):
+            raise WorkloadError(f"rates_rps is missing: {known.why}, so give rates that rise")
+        rates_rps = [round(share * known.capacity_rps, 3) for share in _SHARES]
+    rates = [float(r) for r in rates_rps]
+    if not rates or rates[0] <= 0 or any(b <= a for a, b in itertools.pairwise(rates)):
+        raise WorkloadError(f"rates_rps = {rates}: must be above 0 and rise")
+    kind = workload.arrivals if workload.arrivals in ("gamma", "constant") else "poisson"
+    steps = tuple(Stage(at_s=k * step_s, rate_rps=r) for k, r in enumerate(rates) if k)
+    load = workload.model_dump() | {
+        "arrivals": kind, "rate_rps": rates[0], "stages": steps, "diurnal": "", "trace": "",
+        "duration_s": step_s * len(rates),
+    }  # fmt: skip
+    about = Experiment(settings, Workload(**load), slo=slo or Slo(), name="ramp")
+    return experiment.run(about, serving, folder, progress)
+
+
+def curve(run: Run) -> pd.DataFrame:
+    """What each rate of a ramp led to, a row each, in order.
+
+    Latencies are of the requests that were due within a step's later part, throughput is of what was
+    answered then.
+
+    Returns:
+        `rate_rps` asked for, `planned_rps` as drawn, `sent_rps`, `throughput_rps`, `goodput_rps` (within
+        the run's SLO), `e2e_p50_s`, `e2e_p95_s`, `response_p50_s`, `response_p95_s`, `response_mean_s`,
+        `queueing_p95_s`, `in_flight` and `replicas` (means over time), `requests`, and `saturated`: less
+        than `KEPT` of the plan was answered, or some of its requests never were.
+    """
+    load = run.experiment["workload"]
+    starts = [0.0, *(s["at_s"] for s in load["stages"])]
+    rates = [load["rate_rps"], *(s["rate_rps"] for s in load["stages"])]
+    ends = [*starts[1:], load["duration_s"]]
+    ended = measures.finished_s(run.requests)
+    rows = [
+        _step(run, ended, rate, start_s + SETTLE * (end_s - start_s), end_s)
+        for rate, start_s, end_s in zip(rates, starts, ends, strict=True)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _step(
+    run: Run, ended: pd.Series[float], rate: float, from_s: float, to_s: float
+) -> dict[str, Any]:
+    rows, width_s = run.requests, to_s - from_s
+    due = rows[(rows["intended_s"] >= from_s) & (rows["intended_s"] < to_s)]
+    sent = rows[(rows["sent_s"] >= from_s) & (rows["sent_s"] < to_s)]
+    done = measures.ok(rows[(ended >= from_s) & (ended < to_s)])
+    good = measures.ok(due)
+    share = measures.good_fraction_of(due, run.experiment["slo"])
+    throughput = len(done) / width_s
+    row: dict[str, Any] = {
+        "rate_rps": rate,
+        "planned_rps": len(due) / width_s,
+        "sent_rps": len(sent) / width_s,
+        "throughput_rps": throughput,
+        "goodput_rps": share * len(due) / width_s,
+    }
+    for part in ("e2e", "response"):
+        for q in (50, 95):
+            row[f"{part}_p{q}_s"] = measures.percentile(good[f"{part}_s"], q)
+    row["response_mean_s"] = good["response_s"].mean()
+    row["queueing_p95_s"] = measures.percentile(good["queueing_s"], 95)
+    row["in_flight"] = measures.mean_in_flight(run, from_s, to_s)
+    replicas = measures.series(run, "serve", "running_replicas")
+    row["replicas"] = replicas[(replicas.index >= from_s) & (replicas.index < to_s)].mean()
+    row["requests"] = len(due)
+    # Of few requests a few less are chance: Poisson's spread is the root of their number.
+    missing = len(due) - len(done)
+    unanswered = len(due) - len(good)
+    row["saturated"] = bool(
+        missing > max((1 - KEPT) * len(due), 3 * math.sqrt(max(len(due), 1)))
+        or unanswered > (1 - KEPT) * len(due)
+    )
+    return row
+
+
+@dataclass(frozen=True)
+class Knee:
+    """Where a load-latency curve bends, in requests/s; NaN where it does not, or not yet."""
+
+    slo_rps: float
+    """The highest rate up to which at least `KEPT` of what was due kept all promises."""
+    power_rps: float
+    """The rate of the highest power, throughput ÷ mean response (Kleinrock 1979, ICC 43.1): more load
+    buys less throughput than it costs latency. Of M/M/1 it is half of the capacity."""
+    capacity_rps: float
+    """The most that was answered, once a rate saturated the server; NaN when none did."""
+
+
+def knee(table: pd.DataFrame) -> Knee:
+    """Where the curve of a ramp bends, from what `curve` gives."""
+    kept = (table["goodput_rps"] >= KEPT * table["planned_rps"]).to_numpy()
+    first_missed = int(np.argmin(kept)) if not kept.all() else len(kept)
+    within = table["rate_rps"].iloc[first_missed - 1] if first_missed else math.nan
+    power = table["throughput_rps"] / table["response_mean_s"]
+    full = table["saturated"].any()
+    return Knee(
+        float(within),
+        float(table["rate_rps"].iloc[int(power.to_numpy().argmax())])
+        if power.notna().any()
+        else math.nan,
+        float(table["throughput_rps"].max()) if full else math.nan,
+    )
