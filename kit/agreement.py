@@ -142,12 +142,7 @@ def _littles_law(run: Run) -> list[Agreement]:
     of_replicas = each.groupby("replica_id")["mean_ongoing_requests"].mean().sum()
     found = []
     for what, sampled, readings, width_s in (
-        (
-            "requests under way (Little's law)",
-            in_flight.mean(),
-            len(in_flight),
-            inside["e2e_s"].mean(),
-        ),
+        ("requests under way (Little's law)", in_flight, count, inside["e2e_s"].mean()),
         ("requests in replicas (Little's law)", of_replicas, len(each), in_replica_s.mean()),
     ):
         law = rate_rps * width_s

@@ -29,7 +29,7 @@ def load_latency(run: Run) -> Figure:
     known = theory.of(
         Settings(**run.experiment["settings"]), Workload(**run.experiment["workload"])
     )
-    grid = np.linspace(0.01, 1, 400) * max(table["rate_rps"].max(), 1e-9)
+    grid = np.linspace(0.01, 1, 400) * max(table["planned_rps"].max(), 1e-9)
     lines = known.curve(grid)
     top_s = _latency(left, table, run)
     for column, name in (("mean_response_s", "mean response"), ("mean_wait_s", "mean wait")):
@@ -43,8 +43,8 @@ def load_latency(run: Run) -> Figure:
     _throughput(middle, table, known.capacity_rps, bend)
     _under_way(right, table, lines)
     for ax in (left, middle, right):
-        ax.set_xlabel("offered rate (requests/s)")
-        ax.set_xlim(0, table["rate_rps"].max() * 1.04)
+        ax.set_xlabel("offered rate, as drawn (requests/s)")
+        ax.set_xlim(0, table["planned_rps"].max() * 1.04)
         for x, dash in ((bend.slo_rps, "-"), (bend.power_rps, ":")):
             if not math.isnan(x):
                 ax.axvline(x, color="#CC79A7", ls=dash, lw=1.2, zorder=0)
@@ -83,17 +83,17 @@ def _latency(ax: Axes, table: pd.DataFrame, run: Run) -> float:
 
 
 def _points(ax: Axes, table: pd.DataFrame, column: str, name: str, colour: str) -> None:
-    ax.plot(table["rate_rps"], table[column], color=colour, lw=1, label=name)
+    ax.plot(table["planned_rps"], table[column], color=colour, lw=1, label=name)
     full = table["saturated"].to_numpy()
     for hollow in (False, True):
         part = table[full == hollow]
         face = "white" if hollow else colour
-        ax.plot(part["rate_rps"], part[column], "o", ms=5, color=colour, mfc=face)
+        ax.plot(part["planned_rps"], part[column], "o", ms=5, color=colour, mfc=face)
 
 
 def _throughput(ax: Axes, table: pd.DataFrame, capacity_rps: float, bend: saturation.Knee) -> None:
     ax.set_ylabel("answered (requests/s)")
-    top = table["rate_rps"].max()
+    top = table["planned_rps"].max()
     ax.plot([0, top], [0, top], color="#999999", lw=0.8, label="offered")
     _points(ax, table, "throughput_rps", "throughput", "#009E73")
     _points(ax, table, "goodput_rps", "goodput (within all promises)", "#0072B2")
@@ -107,9 +107,11 @@ def _throughput(ax: Axes, table: pd.DataFrame, capacity_rps: float, bend: satura
 
 def _under_way(ax: Axes, table: pd.DataFrame, lines: pd.DataFrame) -> None:
     ax.set_ylabel("requests under way")
-    _points(ax, table, "in_flight", "sampled", "#E69F00")
+    _points(ax, table, "in_flight", "measured over time", "#E69F00")
     law = table["throughput_rps"] * table["response_mean_s"]
-    ax.plot(table["rate_rps"], law, "x", color="black", ms=6, label="Little's law: λ W, measured")
+    ax.plot(
+        table["planned_rps"], law, "x", color="black", ms=6, label="Little's law: λ W, measured"
+    )
     top = table.loc[~table["saturated"], "in_flight"].max()
     top = table["in_flight"].max() if math.isnan(top) else min(table["in_flight"].max(), 4 * top)
     inside = lines["in_system"].to_numpy() <= 1.3 * top

@@ -159,8 +159,9 @@ class Load:
     def status(self) -> dict[str, Any]:
         """Last word of Locust: `t_s` (monotonic) and, as the sampler names them, its figures.
 
-        `in_flight` requests, `in_flight_s` their ∫ dt, `cpu_share` of a core that its busiest process takes; `users` or, with a
-        plan, `rate_rps`, `planned_requests` and `sent_requests` since the beginning.
+        `in_flight` requests, `in_flight_s` their ∫ dt, `cpu_share` of a core that its busiest process
+        takes; `users` or, with a plan, `rate_rps`, `planned_requests` and `sent_requests`. Counts and
+        integrals are since the beginning.
         """
         return dict(self._state)
 
