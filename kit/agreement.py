@@ -24,6 +24,9 @@ REQUEST_COUNT = 0.01
 LITTLE = 0.05
 """The law is of long runs: at both ends of a stretch some requests lie half inside."""
 
+POLLED = 0.1
+"""Polling twice a second sees a moment of each half second, the driver all of it."""
+
 _OURS = {
     "ray_serve_actual_batch_size": ("batch_size", 1.0, 0.0),
     "ray_serve_batch_wait_time_ms": ("batch_fill_s", 1e3, EDGE_S),
@@ -49,7 +52,7 @@ def checks(run: Run) -> list[Agreement]:
     """Every figure that has a second source: batches, requests, requests under way."""
     batches = _batches(run.requests)
     found = [_histogram(run, metric, batches) for metric in HISTOGRAMS]
-    return [*found, _requests(run), *_littles_law(run)]
+    return [*found, _requests(run), *_littles_law(run), *_gpus(run)]
 
 
 def table(run: Run) -> pd.DataFrame:
@@ -154,6 +157,22 @@ def _littles_law(run: Run) -> list[Agreement]:
         note = f"from {from_s:.0f} to {to_s:.0f} s"
         pair = f"{law:.2f} = {rate_rps:.2f}/s × {width_s:.3f} s", f"{sampled:.2f} over time"
         found.append(Agreement(what, *pair, off, LITTLE, bool(off <= LITTLE), note))
+    return found
+
+
+def _gpus(run: Run) -> list[Agreement]:
+    """Utilisation as it was polled, against the mean of what the driver itself sampled meanwhile."""
+    found = []
+    for source in run.samples.loc[run.samples["metric"] == "driver_sm_percent", "source"].unique():
+        polled, own = (
+            measures.series(run, source, m).mean() for m in ("sm_percent", "driver_sm_percent")
+        )
+        off = abs(polled - own) / 100
+        what = f"utilisation of {source} (NVML's own samples)"
+        pair = f"{polled:.1f} %", f"{own:.1f} %"
+        found.append(
+            Agreement(what, *pair, off, POLLED, bool(off <= POLLED), "points of a whole GPU")
+        )
     return found
 
 

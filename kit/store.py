@@ -130,7 +130,7 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    here = Path(__file__).parent
+    here, cards = Path(__file__).parent, gpu.devices()
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=here, capture_output=True, text=True, check=False,
@@ -143,7 +143,8 @@ def environment() -> dict[str, Any]:
         "processor": _processor(),
         "cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": sorted(gpu.readings()),
+        "gpus": sorted(d.label for d in cards if d.instance_of is None),
+        "gpu_uuids": sorted(d.uuid for d in cards),
     }
 
 
