@@ -32,6 +32,7 @@ lint: setup
 
 bench: setup
 	@$(PY) tests/bench.py
+	@$(PY) tests/bench_load.py
 	@$(PY) tests/bench_vllm.py
 
 # `make lab L="--no-browser --port 8890"` passes options to JupyterLab. A kernel that no page has shown

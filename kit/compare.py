@@ -22,10 +22,10 @@ from kit import bootstrap, measures, validity
 from kit.bootstrap import Floats
 from kit.estimates import BY_NAME, MEASURES, Measure, resampled
 from kit.figures import PART_COLOURS, PART_NAMES, nothing, parts_seen
-from kit.stretch import Stretch, differences, obstacles, stretches, whole
+from kit.stretch import Stretch, differences, obstacles, steady, stretches, whole
 
 __all__ = [  # noqa: RUF022  as people use them
-    "stretches", "whole", "Stretch", "compare", "table", "figure", "words", "CompareError",
+    "stretches", "whole", "steady", "Stretch", "compare", "table", "figure", "words", "CompareError",
     "Measure", "MEASURES",
 ]  # fmt: skip
 
@@ -93,10 +93,14 @@ def _row(m: Measure, a: tuple[float, Floats], b: tuple[float, Floats]) -> dict[s
     row["verdict"] = CANNOT_TELL
     told = m.unit == "%" or abs(b[0] - a[0]) >= SMALL * abs(a[0])
     if told and (low > 0 or high < 0):
-        rose = "higher" if low > 0 else "lower"
-        words = ("better", "worse") if m.better else ("larger", "smaller")
-        row["verdict"] = words[0] if rose == (m.better or "higher") else words[1]
+        row["verdict"] = verdict(m, risen=low > 0)
     return row
+
+
+def verdict(m: Measure, risen: bool) -> str:
+    """What it means that a figure has surely risen, or fallen."""
+    words = ("better", "worse") if m.better else ("larger", "smaller")
+    return words[0] if risen == (m.better != "lower") else words[1]
 
 
 def words(a: Stretch, b: Stretch, found: pd.DataFrame) -> list[str]:

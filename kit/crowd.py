@@ -51,6 +51,7 @@ class Crowd:
         self._record = record
         self._lock = threading.RLock()
         self._load: Load | None = None
+        self._retired: list[threading.Thread] = []
         self._processes = 0
         self._since_s = math.nan
         self._now: float = 0
@@ -121,7 +122,7 @@ class Crowd:
                 return
             if self._load is not None and self._load.alive:
                 if any(k in changed for k in _NEW_PROCESS):
-                    self._load.stop()
+                    self._retire()
                     if self.active:
                         self._begin_process()
                 else:
@@ -149,6 +150,16 @@ class Crowd:
             self._since_s = math.nan
             if self._load is not None:
                 self._load.stop()
+        for thread in self._retired:
+            thread.join()
+
+    def _retire(self) -> None:
+        """End the process beside the next one: its answers under way take up to some seconds."""
+        assert self._load
+        self._retired = [t for t in self._retired if t.is_alive()]
+        self._retired.append(threading.Thread(target=self._load.stop, name="kit-retired"))
+        self._retired[-1].start()
+        self._load = None
 
     def _begin_process(self) -> None:
         # A plan begins at once, with what it is to send; users come by `_follow`.

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from kit import serve_metrics, store
 from kit import serving as serving_module
 from kit.cluster import ServingError
@@ -43,13 +45,15 @@ class Slo:
     """What is promised, in seconds at the 95th percentile; None promises nothing.
 
     The defaults are the chat preset: end-to-end 1.5 s, of which queueing 200 ms. Time to first
-    token and time per output token have figures in streaming workloads only.
+    token and time per output token have figures in streaming workloads only. Response latency counts
+    from when a request was to be sent.
     """
 
     e2e_p95_s: float | None = 1.5
     queueing_p95_s: float | None = 0.2
     ttft_p95_s: float | None = None
     tpot_p95_s: float | None = None
+    response_p95_s: float | None = None
 
 
 SLOS: dict[str, Slo] = {
@@ -153,17 +157,25 @@ def run(
         attempt.close()
 
 
-def run_many(experiments: Iterable[Experiment], serving: Serving, folder: Path) -> list[Run]:
-    """Run several in one folder each, named after them; those already complete are loaded."""
-    runs = []
-    for experiment in experiments:
+def run_many(
+    experiments: Iterable[Experiment], serving: Serving, folder: Path, progress: bool = True
+) -> list[Run]:
+    """Run several in one folder each, named after them; those already complete are loaded.
+
+    With `progress`, a bar shows how many are done and how long the rest will take.
+    """
+    runs: list[Run] = []
+    ordered = list(experiments)
+    bar = tqdm(ordered, desc="runs", unit="run", disable=not progress or len(ordered) < 2)
+    for experiment in bar:
+        bar.set_postfix_str(experiment.name)
         place = folder / experiment.name
         if (place / "run.json").exists():
             known = store.load(place)
             if known.status == "complete" and known.experiment == experiment.as_dict():
                 runs.append(known)
                 continue
-        runs.append(run(experiment, serving, place))
+        runs.append(run(experiment, serving, place, progress and len(ordered) < 2))
         if runs[-1].status == "interrupted":
             break
     return runs

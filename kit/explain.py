@@ -215,6 +215,7 @@ def phase_table(run: Run) -> pd.DataFrame:
             "output (tokens/s)": t["output_tokens_per_s"].round(0),
             "E2E p50 (s)": t["e2e_p50_s"].round(2),
             "E2E p95 (s)": t["e2e_p95_s"].round(2),
+            "response p95 (s)": t["response_p95_s"].round(2),
             "queueing p95 (s)": t["queueing_p95_s"].round(2),
             "inference p95 (s)": t["inference_p95_s"].round(2),
             "batch (requests)": t["batch_size"].round(1),

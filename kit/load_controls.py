@@ -16,9 +16,24 @@ from kit.lengths import length_names
 from kit.shapes import SHAPES
 from kit.workload import Workload
 
-FIELDS = ("lengths", "stream", "think_time_s", "output_tokens", "prompt_tokens", "retry")
-"""Fields of a workload that can be changed, beside its users."""
-_HIGH = {"users": 512, "think_time_s": 60}
+FIELDS = (
+    "lengths", "stream", "think_time_s", "burstiness", "on_s", "off_s", "output_tokens", "prompt_tokens",
+    "retry",
+)  # fmt: skip
+"""Fields of a workload that can be changed, beside who sends and how much."""
+_ONLY = {
+    "users": ("users",), "think_time_s": ("users",), "burstiness": ("gamma", "on-off"),
+    "on_s": ("on-off",), "off_s": ("on-off",), "rate_rps": ("poisson", "gamma", "constant", "on-off"),
+}  # fmt: skip
+"""Field → the arrivals with which it does something."""
+_HIGH = {
+    "users": 512,
+    "think_time_s": 60,
+    "rate_rps": 200,
+    "burstiness": 10,
+    "on_s": 120,
+    "off_s": 120,
+}
 """Where sliders end; more can be written."""
 
 
@@ -27,7 +42,8 @@ class LoadControls:
 
     def __init__(self, crowd: Crowd) -> None:
         self._crowd = crowd
-        self.controls = {name: self._control(name) for name in ("users", *FIELDS)}
+        names = ("arrivals", "users", "rate_rps", *FIELDS)
+        self.controls = {name: self._control(name) for name in names}
         self._start = button("Start load", self.toggle, "success")
         self._line = w.HTML()
         self._shape = w.Dropdown(
@@ -37,20 +53,38 @@ class LoadControls:
         )  # fmt: skip
         self._shape.observe(lambda _: tried(self._line, self._set_shape), "value")
         head = w.HBox([self._start, self._line])
-        self.widget = w.VBox([head, self.controls["users"].widget, self._shape])
+        who = [self.controls[name].widget for name in ("arrivals", "users", "rate_rps")]
+        self.widget = w.VBox([head, *who, self._shape])
         self.workload = w.VBox([self.controls[name].widget for name in FIELDS])
+        self._show_what_matters()
 
     def _control(self, name: str) -> Control:
         knob = describe(Workload, name)
         if name == "lengths":
             knob = replace(knob, choices=tuple(length_names()))
+        if name == "arrivals":  # a trace needs a file: the workload of a session may bring one
+            now = self._crowd.workload.arrivals
+            knob = replace(
+                knob, choices=tuple(c for c in knob.choices if c != "trace" or now == "trace")
+            )
         return Control(knob, getattr(self._crowd.workload, name), self.asked, _HIGH.get(name))
 
     def asked(self, name: str, value: Any) -> None:
         """A control wants another value of its field."""
-        self._crowd.change(**{name: value})
+        more: dict[str, Any] = {}
+        if name == "arrivals":
+            if value not in _ONLY["burstiness"]:
+                more["burstiness"] = 1.0
+            more["trace"] = ""
+        self._crowd.change(**{name: value}, **more)
+        self._show_what_matters()
         self.controls[name].show(getattr(self._crowd.workload, name))
         self.controls[name].say("from each user's next request on", "good")
+
+    def _show_what_matters(self) -> None:
+        for name, arrivals in _ONLY.items():
+            matters = self._crowd.workload.arrivals in arrivals
+            self.controls[name].widget.layout.display = "flex" if matters else "none"
 
     def toggle(self) -> None:
         """Start the load, or stop it; what prevents it is said beside the button."""

@@ -11,7 +11,6 @@ a session can be reported on again, and while it lasts.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import html
 import json
@@ -22,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit import experiment, measures, store, summary
+from kit.parameters import ReportError, literal
 from kit.progress import waiting
 from kit.report_parameters import (
     Parameters,
-    ReportError,
     comparison,
     main_experiment,
     read_parameters,
@@ -152,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     asked = parser.parse_args(argv).parameters
     try:
-        parameters = Parameters(**{name: _literal(value) for name, value in asked})
+        parameters = Parameters(**{name: literal(value) for name, value in asked})
     except ReportError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
@@ -171,14 +170,6 @@ def main(argv: list[str] | None = None) -> int:
     point_latest(place)
     print(f"report: {place / 'report.html'}")
     return code
-
-
-def _literal(text: str) -> Any:
-    """A command line's text as Python reads it: numbers, True, None, lists; else the text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _execute(parameters: Parameters, place: Path) -> int:

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from kit.experiment import Change, Experiment, Slo
+from kit.parameters import Asked, ReportError, read
 from kit.presets import PRESETS
-from kit.settings import Settings, SettingsError
-from kit.workload import Workload, WorkloadError
+from kit.settings import Settings
+from kit.workload import Workload
 
 WITH_RECORDED = ("recorded", "folder")
 """Parameters that a report on a recorded run takes; the run has everything else."""
 
 
-class ReportError(ValueError):
-    """Parameters that the report does not take, or a report that failed; the text says which."""
-
-
-class Parameters(BaseModel):
+class Parameters(Asked):
     """What the report can be asked for. The notebook's `parameters` cell repeats the defaults.
 
     Raises:
         ReportError: for an unknown name, a wrong type, or values that the knobs do not take.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     app: str = "batched"
     accelerator: str = "h100.llama-3.1-8b.bf16"
@@ -56,28 +47,11 @@ class Parameters(BaseModel):
     folder: str = ""
     recorded: str = ""
 
-    def __init__(self, **values: Any) -> None:
-        known = type(self).model_fields
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-                raise ReportError(
-                    f"no parameter {name!r}; did you mean {near!r}? There are: {', '.join(known)}"
-                )
-        try:
-            super().__init__(**values)
-            if self.recorded:
-                self._reports_on_recorded(set(values))
-            main_experiment(self)
-            comparison(self)
-        except ValidationError as error:
-            lines = [
-                f"{e['loc'][0]} = {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}"
-                for e in error.errors()
-            ]
-            raise ReportError("\n".join(lines)) from None
-        except (SettingsError, WorkloadError) as error:
-            raise ReportError(str(error)) from None
+    def check(self, given: set[str]) -> None:
+        if self.recorded:
+            self._reports_on_recorded(given)
+        main_experiment(self)
+        comparison(self)
 
     def _reports_on_recorded(self, given: set[str]) -> None:
         ignored = [name for name in type(self).model_fields if name in given]
@@ -99,30 +73,8 @@ class Parameters(BaseModel):
 
 
 def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
-    """The parameters as a notebook's globals hold them, right after its `parameters` cell.
-
-    papermill only warns of names that the notebook does not know; here they are an error. Values
-    as in that cell count as not given.
-    """
-    from IPython import get_ipython  # type: ignore[attr-defined]
-
-    shell = get_ipython()  # type: ignore[no-untyped-call]
-    hidden = set(shell.user_ns_hidden) if shell else set()
-    return Parameters(
-        **{
-            name: value
-            for name, value in namespace.items()
-            if not name.startswith("_")
-            and name not in hidden
-            and not isinstance(value, types.ModuleType)
-            and not _is_default(name, value)
-        }
-    )
-
-
-def _is_default(name: str, value: Any) -> bool:
-    field = Parameters.model_fields.get(name)
-    return field is not None and type(value) is type(field.default) and value == field.default
+    """The parameters as the notebook's globals hold them, see `kit.parameters.read`."""
+    return read(namespace, Parameters)
 
 
 def settings(p: Parameters) -> Settings:

@@ -184,12 +184,13 @@ def settle(folder: Path) -> None:
         write(run)
 
 
-def load(folder: Path) -> Run:
+def load(folder: Path | str) -> Run:
     """Read a run back. One still `running` whose process is gone reads as `killed`.
 
     Raises:
         StoreError: when the folder holds no run, or one of another schema.
     """
+    folder = Path(folder)
     try:
         head = json.loads((folder / "run.json").read_text())
     except (OSError, ValueError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -75,6 +75,12 @@ def whole(run: Run) -> Stretch:
     """All of a run, labelled with its name."""
     end_s = float(run.experiment["workload"]["duration_s"])
     return Stretch(run, 0.0, end_s, str(run.experiment["name"]))
+
+
+def steady(run: Run) -> Stretch:
+    """The steady part of where a run ended, labelled with its name; all of it where there is none."""
+    last = stretches(run)[-1:]
+    return replace(last[0], label=str(run.experiment["name"])) if last else whole(run)
 
 
 def obstacles(a: Stretch, b: Stretch) -> list[str]:

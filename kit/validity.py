@@ -88,13 +88,15 @@ def _load(stretch: Stretch) -> Check:
 
 
 def _delay(stretch: Stretch) -> Check:
-    rows = stretch.requests()
+    load, rows = stretch.run.experiment["workload"], stretch.requests()
+    if load.get("arrivals", "users") == "users":
+        return Check("sent on time", None, "users who wait: there is no time to miss")
     waits = rows["client_wait_s"].dropna()
     if not len(waits):
         return Check("sent on time", None, "not recorded when requests were to be sent")
     late_s = measures.percentile(waits, 99)
     limit_s = max(DELAY_S, DELAY_SHARE * measures.percentile(measures.ok(rows)["e2e_s"], 50))
-    if limit := stretch.run.experiment["workload"].get("max_concurrency"):
+    if limit := load.get("max_concurrency"):
         text = f"late by {late_s:.3f} s at p99, which max_concurrency = {limit} allows"
         return Check("sent on time", True, text)
     ok = bool(late_s <= limit_s) if not math.isnan(limit_s) else None
@@ -125,15 +127,22 @@ def _errors(stretch: Stretch) -> Check:
     return Check("few errors", share <= ERRORS, text)
 
 
-def _hits(stretch: Stretch) -> Check:
-    samples = _samples_of(stretch)
+def hit_share(part: Run | Stretch) -> float:
+    """Share of prompt tokens that prefix caches answered for the model; NaN where no engine tells."""
+    samples = _samples_of(whole(part) if isinstance(part, Run) else part)
     asked, hit = (
         sum(_grown(samples, source, metric) for source in _sources(samples, metric))
         for metric in ("prefix_cache_queried_tokens", "prefix_cache_hit_tokens")
     )
-    if not asked or math.isnan(asked):
-        return Check("no answers from a cache", None, "the engine tells of no prefix cache")
-    share = hit / asked
+    return hit / asked if asked else math.nan
+
+
+def _hits(stretch: Stretch) -> Check:
+    share = hit_share(stretch)
+    if math.isnan(share):
+        return Check(
+            "no answers from a cache", None, "no engine tells of a prefix cache that was asked"
+        )
     text = f"{share:.1%} of prompt tokens came from the prefix cache (limit {HITS:.0%})"
     return Check("no answers from a cache", share <= HITS, text)
 

@@ -10,14 +10,22 @@ import asyncio
 import sys
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+EVENTS = (
+    b'data: {"choices":[{"index":0,"text":"a","finish_reason":"length"}]}\n\n'
+    b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}}\n\n'
+    b"data: [DONE]\n\n"
+)
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n%s" % (
+    len(EVENTS),
+    EVENTS,
+)
 STALL_AFTER_S = 4.0
 
 
 class Noop(asyncio.Protocol):
     """Answers every whole request; requests may come in pieces, or several at once."""
 
-    stall_s = 0.0
-    open_again_s = 0.0
+    stall_s = begun_s = open_again_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport, self.rest = transport, b""
@@ -30,19 +38,19 @@ class Noop(asyncio.Protocol):
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(self.rest) < end + 4 + length:
                 return
-            self.rest = self.rest[end + 4 + length :]
-            self._answer(head.startswith(b"post"))
+            body, self.rest = self.rest[: end + 4 + length], self.rest[end + 4 + length :]
+            self._answer(head.startswith(b"post"), STREAM if b'"stream": true' in body else ANSWER)
 
-    def _answer(self, counts: bool) -> None:
+    def _answer(self, counts: bool, answer: bytes) -> None:
         loop = asyncio.get_running_loop()
         if Noop.stall_s and counts:
             begun_s = loop.time() + STALL_AFTER_S
             Noop.open_again_s, Noop.stall_s = begun_s + Noop.stall_s, 0.0
             Noop.begun_s = begun_s
         if loop.time() < Noop.open_again_s and loop.time() >= Noop.begun_s:
-            loop.call_at(Noop.open_again_s, self.transport.write, ANSWER)
+            loop.call_at(Noop.open_again_s, self.transport.write, answer)
         else:
-            self.transport.write(ANSWER)
+            self.transport.write(answer)
 
 
 async def main(port: int, stall_s: float) -> None:

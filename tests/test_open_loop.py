@@ -15,7 +15,8 @@ from fakes import ks_distance
 
 from kit import measures, traces
 from kit.arrivals import Arrivals
-from kit.load import LEAD_S, Load
+from kit.crowd import Crowd
+from kit.load import LEAD_S, Load, read_requests
 from kit.workload import Workload
 
 pytestmark = pytest.mark.cluster
@@ -167,3 +168,40 @@ def test_users_are_spread_over_processes_too(noop: str, tmp_path: Path) -> None:
     assert rows["request"].is_unique
     assert set(rows["request"] % 2) == {0, 1}
     assert not load.alive
+
+
+def test_a_session_goes_from_users_to_a_rate_and_back(noop: str, tmp_path: Path) -> None:
+    moves: list[dict[str, tuple[object, object]]] = []
+    t0_s = time.monotonic() - 50.0  # the load begins long after its clock
+    crowd = Crowd(
+        Workload(users=2, think_time_s=0.05, rate_rps=40.0, prompt_tokens=20), noop, tmp_path, t0_s,
+        moves.append,
+    )  # fmt: skip
+    try:
+        crowd.start()
+        time.sleep(1.0)
+        crowd.change(arrivals="constant")
+        time.sleep(2.0)
+        assert crowd.status()["rate_rps"] == 40.0
+        crowd.change(rate_rps=10.0)
+        time.sleep(2.0)
+        assert crowd.status()["rate_rps"] == 10.0
+        crowd.stop()
+        time.sleep(0.5)
+        assert crowd.status()["rate_rps"] == 0.0
+        sent = crowd.status()["sent_requests"]
+        time.sleep(0.5)
+        assert crowd.status()["sent_requests"] == sent
+    finally:
+        crowd.close()
+    rows = read_requests(tmp_path / "requests.csv")
+    assert rows["request"].is_unique
+    planned = rows[rows["request"] >= 10_000_000].sort_values("request")
+    gaps_s = planned["intended_s"].diff()
+    assert gaps_s.iloc[5:40].median() == pytest.approx(1 / 40, rel=0.01)
+    assert gaps_s.iloc[-5:].median() == pytest.approx(1 / 10, rel=0.01)
+    # Nothing was made up for the fifty seconds before it began.
+    assert planned["intended_s"].min() > 51
+    assert planned["client_wait_s"].median() < 0.02
+    asked = [name for move in moves for name in move]
+    assert asked == ["users", "arrivals", "rate_rps", "rate_rps", "rate_rps"]

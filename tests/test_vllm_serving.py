@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import psutil
 import pytest
 from conftest import BASE, ask
 
-from kit import measures
+from kit import measures, repeats, store, sweep
 from kit.clock import SERVED_BY
 from kit.models import tiny_model
 from kit.serving import Serving
 from kit.settings import Settings, SettingsError
 from kit.store import Run
+from kit.sweep import Sweep
+from kit.workload import Workload
 
 
 def test_vllm_computes_on_whole_cores() -> None:
@@ -91,3 +94,37 @@ def _clients_are_answered(serving: Serving) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=said):
             client.completions.create(model=model, **body)  # type: ignore[arg-type]
+
+
+def test_the_same_sweep_again_finds_no_answers_in_the_cache(
+    as_left: Serving, settings: Settings, tmp_path: Path
+) -> None:
+    """Prompts differ between runs, or the second would win by what the first left in the KV cache."""
+    # The same size as before, so that the replicas of the test before serve on.
+    grid = Sweep(
+        settings, Workload(users=4, duration_s=3.0, prompt_tokens=200, output_tokens=8),
+        loads={"think_time_s": [0.0, 0.03, 0.06]},
+    )  # fmt: skip
+    again = replace(grid, workload=replace_load(grid.workload, repeat_prompts=True), loads={})
+    sweep.run(again, as_left, tmp_path / "told", progress=False)
+    first, second = (
+        sweep.run(grid, as_left, tmp_path / name, progress=False) for name in ("first", "second")
+    )
+    for found in (first, second):
+        print(found[["run", "e2e_p50_s", "prefix_cache_hit_share", "valid"]].to_string())
+        assert (found["prefix_cache_hit_share"] < 0.05).all()
+        assert found["valid"].all(), found["why"].tolist()
+    pairs = ([store.load(tmp_path / s / n) for n in first["run"]] for s in ("first", "second"))
+    verdicts = repeats.paired(*pairs)["verdict"]
+    assert "better" not in set(verdicts[["e2e_p50_s", "throughput_rps"]]), verdicts
+    # The same prompts again are answered from the cache, and such a run is called invalid.
+    cached = sweep.run(again, as_left, tmp_path / "told again", progress=False)
+    share = float(cached["prefix_cache_hit_share"].iloc[0])
+    print(f"prefix cache hits of repeated prompts: {share:.2f}")
+    assert share > 0.3
+    assert not cached["valid"].iloc[0]
+    assert "came from the prefix cache" in cached["why"].iloc[0]
+
+
+def replace_load(workload: Workload, **fields: Any) -> Workload:
+    return Workload(**workload.model_dump() | fields)
