@@ -3,7 +3,7 @@
     before, after = kit.compare.stretches(run)[:2]
     kit.compare.table(before, after)
 
-Each figure comes with a 95 % interval (`kit.bootstrap`), each stretch resampled on its own. Of nine
+Each figure comes with a 95 % interval (`kit.bootstrap`), each stretch resampled on its own. Of eleven
 figures of two equal stretches one may well look different by chance: believe a verdict that the
 figures beside it share.
 """

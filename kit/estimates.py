@@ -32,11 +32,13 @@ class Measure:
 MEASURES = (
     Measure("e2e_p50_s", "E2E p50", "s", "lower", "e2e_s", 0.5),
     Measure("e2e_p95_s", "E2E p95", "s", "lower", "e2e_s", 0.95),
+    Measure("response_p95_s", "response p95", "s", "lower", "response_s", 0.95),
     Measure("queueing_p95_s", "queueing p95", "s", "lower", "queueing_s", 0.95),
     Measure("inference_p95_s", "inference p95", "s", "lower", "inference_s", 0.95),
     Measure("throughput_rps", "throughput", "requests/s", "higher"),
     Measure("output_tokens_per_s", "output", "tokens/s", "higher"),
     Measure("batch_size_mean_requests", "mean batch", "requests", ""),
+    Measure("goodput_rps", "goodput", "requests/s", "higher"),
     Measure("good_fraction", "within all promises", "%", "higher"),
     Measure("replicas_mean", "mean running replicas", "replicas", "lower"),
 )
@@ -66,11 +68,13 @@ def resampled(
     sizes = table["batch_size"].to_numpy(dtype=float)
     batched = good * ~np.isnan(sizes)
     every: Floats = np.ones(len(table))
+    kept = np.asarray(measures.keeps(table, slo), dtype=np.float64)
     sums: dict[str, tuple[Floats, Floats]] = {  # figure: what is summed over what
         "throughput_rps": (good, gaps),
         "output_tokens_per_s": (tokens, gaps),
         "batch_size_mean_requests": (np.nan_to_num(sizes) * batched, batched),
-        "good_fraction": (np.asarray(measures.keeps(table, slo), dtype=np.float64), every),
+        "goodput_rps": (kept, gaps),
+        "good_fraction": (kept, every),
     }
     columns: dict[str, Floats] = {
         m.column: np.where(good > 0, table[m.column].to_numpy(dtype=float), math.nan)
@@ -79,7 +83,7 @@ def resampled(
     }
     found = figures_of(columns, sums, rng)
     if not len(table) and stretch.to_s > stretch.from_s:
-        for rate in ("throughput_rps", "output_tokens_per_s"):
+        for rate in ("throughput_rps", "output_tokens_per_s", "goodput_rps"):
             found[rate] = (0.0, found[rate][1])
     running = measures.series(stretch.run, "serve", "running_replicas")
     inside = running[(running.index >= stretch.from_s) & (running.index < stretch.to_s)]
