@@ -248,6 +248,8 @@ def _gpus(ax: Axes, beside: Axes, view: View) -> None:
     beside.set_ylabel("power (W)")
     s = view.samples[view.samples["source"].str.startswith("gpu:")]
     why: set[str] = set()
+    if len(s) and not (s["metric"] == "sm_percent").any():
+        ax.plot([], [], ls="", label="SM: not supported")
     for k, (_, of_one) in enumerate(s.groupby("source", sort=True)):
         table = of_one.pivot_table(index="time_s", columns="metric", values="value")
         label = "" if k == 0 else "_"  # all GPUs in the colours of the first

@@ -47,6 +47,7 @@ class Sampler:
         self._t0_s = 0.0
         self._before: dict[str, dict[str, Any]] = {}
         self._running: set[str] = set()
+        self._gpu_seen: dict[str, int] = {}
         self.lost_replicas: list[tuple[float, str]] = []
         self.error: str | None = None
         self.status: Status | None = None
@@ -80,7 +81,7 @@ class Sampler:
         with self._path.open("a") as file:
             while not self._stop.is_set():
                 rows = self._read()
-                file.writelines(f"{t:.3f},{s},{m},{v:.6g}\n" for t, s, m, v in rows)
+                file.writelines(f"{t:.3f},{s},{m},{_digits(v)}\n" for t, s, m, v in rows)
                 file.flush()
                 # Keeps its beat; a reading that took too long skips beats instead of bunching up.
                 now_s = time.monotonic()
@@ -113,7 +114,7 @@ class Sampler:
                 ]
             states = [s for s in states if s["replica_id"] in known]
         rows += self._of_replicas(now_s, states, float(load["in_flight"]))
-        for uuid, fields in gpu.readings().items():
+        for uuid, fields in gpu.readings(self._gpu_seen).items():
             rows += [(now_s, f"gpu:{uuid}", m, v) for m, v in fields.items()]
         return rows
 
@@ -155,6 +156,11 @@ class Sampler:
                         for metric, rate in _rates(before, s)
                     ]
         return rows
+
+
+def _digits(value: float) -> str:
+    """Six digits; large numbers whole, since a counter that grew for months is read by differences."""
+    return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
 
 
 def _rates(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, float]]:
