@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,4 +46,9 @@ def _model(settings: Mapping[str, Any]) -> list[str]:
 def _hardware(run: Run) -> str:
     gpus = run.environment.get("gpus") or []
     used = run.experiment["settings"].get("num_gpus", 0)
-    return f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}" if gpus and used else "CPU"
+    if not (gpus and used):
+        return "CPU"
+    # Runs of before recorded UUIDs instead of models.
+    models = Counter(g for g in gpus if not g.startswith(("GPU-", "MIG-")))
+    named = [f"{n} × {model}" if n > 1 else model for model, n in models.items()]
+    return ", ".join(named) or f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}"

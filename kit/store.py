@@ -130,7 +130,7 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    here, cards = Path(__file__).parent, gpu.devices()
+    here, cards = Path(__file__).parent, [d for d in gpu.devices() if d.visible]
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=here, capture_output=True, text=True, check=False,
@@ -143,8 +143,12 @@ def environment() -> dict[str, Any]:
         "processor": _processor(),
         "cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": sorted(d.label for d in cards if d.instance_of is None),
+        # Of a GPU that MIG cut, its parts compute. Names and memory compare, UUIDs tell cards apart.
+        "gpus": sorted(d.label for d in cards if d.mig != "enabled"),
         "gpu_uuids": sorted(d.uuid for d in cards),
+        "gpu_unsupported": {d.uuid: list(d.unsupported) for d in cards if d.unsupported},
+        "gpu_driver": gpu.driver(),
+        "gpu_note": gpu.why_none() or gpu.doubt(),
     }
 
 

@@ -87,7 +87,7 @@ def obstacles(a: Stretch, b: Stretch) -> list[str]:
     """What makes two stretches incomparable, a text each: machine, packages, engine; of two runs
     also the load. Differing knobs are what is compared."""
     return [
-        *_differing(_machine(a.run), _machine(b.run)),
+        *_differing(*_machines(a.run, b.run)),
         *_differing(_only(a.settings(), ENGINE), _only(b.settings(), ENGINE)),
         *(_differing(a.workload(), b.workload()) if a.run is not b.run else []),
     ]
@@ -97,7 +97,7 @@ def differences(a: Stretch, b: Stretch) -> list[str]:
     """What differs, in sentences: the knobs that are compared, and what else may be the reason."""
     knobs = _differing(a.settings(), b.settings())
     load = _differing(a.workload(), b.workload())
-    machine = _differing(_machine(a.run), _machine(b.run))
+    machine = _differing(*_machines(a.run, b.run))
     promises = _differing(
         *({k: str(v) for k, v in s.run.experiment["slo"].items()} for s in (a, b))
     )
@@ -116,6 +116,15 @@ def differences(a: Stretch, b: Stretch) -> list[str]:
         if len(moved := moved[moved != "mark"].drop_duplicates()):
             texts.append(f"Within the {name}, {', '.join(moved)} changed: it is a mean over both.")
     return texts
+
+
+def _machines(a: Run, b: Run) -> tuple[dict[str, str], dict[str, str]]:
+    """What each ran on. Runs of before recorded UUIDs of GPUs alone: the same cards are the same."""
+    found = _machine(a), _machine(b)
+    cards = [r.environment.get("gpu_uuids", r.environment.get("gpus")) for r in (a, b)]
+    if cards[0] == cards[1]:
+        found[0]["gpus"] = found[1]["gpus"]
+    return found
 
 
 def _machine(run: Run) -> dict[str, str]:

@@ -8,18 +8,20 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
+from fakes import fake_run
 from test_live import accelerator as drawn_accelerator
 
-from kit import accelerator, gpu
+from kit import accelerator, gpu, provenance, stretch
 from kit.cuda_visible import uncertain, visible
 from kit.sampler import Sampler, read_samples
 from kit.settings import Settings
-from kit.store import environment
+from kit.store import Run, environment
 
 WHOLE, CUT = "GPU-aa11", "GPU-ab22"
 PARTS = ["MIG-0c", "MIG-0d"]
@@ -260,7 +262,8 @@ def test_no_driver_is_a_gap_with_a_reason(nvml: Nvml) -> None:
     assert gpu.readings({}) == {}
     assert gpu.devices() == []
     assert gpu.why_none() == "no GPU readings: NVIDIA's driver does not answer (Driver Not Loaded)"
-    assert environment()["gpus"] == []
+    here = environment()
+    assert (here["gpus"], here["gpu_driver"], here["gpu_note"]) == ([], "", gpu.why_none())
     nvml.alive = True
     assert gpu.why_none() == ""
 
@@ -287,6 +290,48 @@ def test_the_driver_is_begun_with_once_and_anew_after_a_failure(
     before = nvml.initialised
     gpu.readings()
     assert nvml.initialised == before
+
+
+def ran_on(**more: Any) -> Run:
+    return replace(fake_run(), environment={"cpus": 2} | more)
+
+
+def test_comparable_hardware_is_a_model_and_not_a_card(nvml: Nvml) -> None:
+    here = environment()
+    assert here["gpus"] == ["NVIDIA H200 (140 GiB)", *["NVIDIA H200 MIG 3g.71gb (70 GiB)"] * 2]
+    assert here["gpu_uuids"] == [WHOLE, CUT, *PARTS]
+    assert here["gpu_driver"] == "570.86.15"
+    assert here["gpu_unsupported"][WHOLE] == ["power_w", "energy_j"]
+    assert json.loads(json.dumps(here)) == here
+    h200, h100 = "NVIDIA H200 (140 GiB)", "NVIDIA H100 80GB HBM3 (80 GiB)"
+    mine, twin, other = (
+        ran_on(gpus=[label], gpu_uuids=[uuid])
+        for label, uuid in ((h200, "GPU-1"), (h200, "GPU-2"), (h100, "GPU-3"))
+    )
+    old, older = ran_on(gpus=["GPU-1"]), ran_on(gpus=["GPU-9"])
+
+    def differ(a: Run, b: Run) -> bool:
+        texts = [stretch.obstacles(stretch.whole(x), stretch.whole(y)) for x, y in ((a, b), (b, a))]
+        assert bool(texts[0]) == bool(texts[1])
+        return any("gpus" in t for t in texts[0])
+
+    assert not differ(mine, twin)
+    assert differ(mine, other)
+    assert not differ(old, mine)
+    assert differ(older, mine)
+    assert not differ(old, ran_on(gpus=["GPU-1"]))
+    assert differ(old, older)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"),
+    [(["A (80 GiB)"] * 2, "2 × A (80 GiB)"), (["A (8 GiB)"], "A (8 GiB)"), (["GPU-1"], "1 GPU"),
+     ([], "CPU")],
+)  # fmt: skip
+def test_figures_name_the_gpus(gpus: list[str], text: str) -> None:
+    run = ran_on(gpus=gpus)
+    run.experiment["settings"] |= {"engine": "torch", "num_gpus": 1.0, "model": "resnet50"}
+    assert provenance.accelerator_note(run).endswith(f" · {text}")
 
 
 def sampled(folder: Path) -> Path:
