@@ -26,6 +26,8 @@ LITTLE = 0.05
 
 POLLED = 0.1
 """Polling twice a second sees a moment of each half second, the driver all of it."""
+COUNTED_S = 10.0
+"""Energy counters move in steps, and power is a mean of the last second: a shorter run says nothing."""
 
 _OURS = {
     "ray_serve_actual_batch_size": ("batch_size", 1.0, 0.0),
@@ -161,18 +163,32 @@ def _littles_law(run: Run) -> list[Agreement]:
 
 
 def _gpus(run: Run) -> list[Agreement]:
-    """Utilisation as it was polled, against the mean of what the driver itself sampled meanwhile."""
+    """Polled utilisation against what the driver itself sampled meanwhile, power against its counter."""
     found = []
-    for source in run.samples.loc[run.samples["metric"] == "driver_sm_percent", "source"].unique():
-        polled, own = (
-            measures.series(run, source, m).mean() for m in ("sm_percent", "driver_sm_percent")
-        )
-        off = abs(polled - own) / 100
-        what = f"utilisation of {source} (NVML's own samples)"
-        pair = f"{polled:.1f} %", f"{own:.1f} %"
-        found.append(
-            Agreement(what, *pair, off, POLLED, bool(off <= POLLED), "points of a whole GPU")
-        )
+    rows = run.samples[run.samples["source"].str.startswith("gpu:")]
+    for source, of_one in rows.groupby("source", sort=True):
+        t = of_one.pivot_table(index="time_s", columns="metric", values="value")
+        if {"sm_percent", "driver_sm_percent"} <= set(t):
+            # While a GPU idles the driver may keep no samples: only where both have told.
+            polled, own = t[["sm_percent", "driver_sm_percent"]].dropna().mean()
+            off = abs(polled - own) / 100
+            what = f"utilisation of {source} (NVML's own samples)"
+            pair = f"{polled:.1f} %", f"{own:.1f} %"
+            note = "points of a whole GPU"
+            found.append(Agreement(what, *pair, off, POLLED, bool(off <= POLLED), note))
+        if {"power_w", "energy_j"} <= set(t):
+            power = t[["power_w", "energy_j"]].dropna()
+            span_s = power.index.max() - power.index.min()
+            if not span_s >= COUNTED_S:
+                continue
+            mean_w = np.trapezoid(power["power_w"], power.index) / span_s
+            counted_w = (power["energy_j"].iloc[-1] - power["energy_j"].iloc[0]) / span_s
+            off = abs(mean_w / counted_w - 1) if counted_w > 0 else math.nan
+            what = f"power of {source} (its energy counter)"
+            pair = f"{mean_w:.1f} W", f"{counted_w:.1f} W"
+            agrees = None if math.isnan(off) else bool(off <= POLLED)
+            note = "" if agrees is not None else "the counter stood still"
+            found.append(Agreement(what, *pair, off, POLLED, agrees, note))
     return found
 
 

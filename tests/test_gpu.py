@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pynvml
 import pytest
 from fakes import fake_run
 from test_live import accelerator as drawn_accelerator
 
-from kit import accelerator, gpu, provenance, stretch
+from kit import accelerator, agreement, gpu, provenance, stretch
 from kit.cuda_visible import uncertain, visible
 from kit.sampler import Sampler, read_samples
 from kit.settings import Settings
@@ -362,6 +364,26 @@ def test_samples_of_a_run_hold_what_is_supported(nvml: Nvml, tmp_path: Path) -> 
     assert cards.loc[cards["metric"] == "sm_percent", "source"].tolist() == [f"gpu:{WHOLE}"]
     assert "energy_j" not in set(cards["metric"])
     assert (cards["value"] > 0).all()
+
+
+def polled(**metrics: Any) -> list[agreement.Agreement]:
+    times = np.arange(0, 60, 0.5)
+    table = pd.DataFrame({"time_s": times} | metrics).melt("time_s", var_name="metric")
+    samples = table.dropna().assign(source=f"gpu:{WHOLE}")
+    return agreement._gpus(replace(fake_run(), samples=samples))
+
+
+def test_readings_agree_with_what_the_driver_counted() -> None:
+    times = np.arange(0, 60, 0.5)
+    busy = np.where(times < 30, 90.0, 0.0)
+    own = np.where(times < 30, 88.0, np.nan)  # idle: no samples
+    (check,) = polled(sm_percent=busy, driver_sm_percent=own)
+    assert (check.ours, check.theirs, check.agrees) == ("90.0 %", "88.0 %", True)
+    assert not polled(sm_percent=busy, driver_sm_percent=own - 20)[0].agrees
+    (power,) = polled(power_w=np.full(120, 300.0), energy_j=5e8 + 310 * times)
+    assert (power.ours, power.theirs, power.agrees) == ("300.0 W", "310.0 W", True)
+    assert not polled(power_w=np.full(120, 300.0), energy_j=400 * times)[0].agrees
+    assert polled(power_w=np.full(120, 300.0), energy_j=np.full(120, 7.0))[0].agrees is None
 
 
 def test_a_figure_says_that_utilisation_is_not_supported() -> None:
