@@ -401,15 +401,16 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the check for a GPU machine is made of."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import curves
+    import models
     import readings
 
-    return types.SimpleNamespace(curves=curves, readings=readings)
+    return types.SimpleNamespace(curves=curves, models=models, readings=readings)
 
 
 def test_the_models_that_are_measured_are_what_they_are_called(beside: Any) -> None:
     import torch
 
-    c = beside.curves
+    c = beside.models
     assert sum(p.numel() for p in c.resnet50().parameters()) == 25_557_032
     known = json.loads((accelerator.DATA / "accelerators.json").read_text())["profiles"]
     h100 = known["h100.llama-3.1-8b.bf16"]
