@@ -25,7 +25,9 @@ def load_latency(run: Run) -> Figure:
     """Of a ramp: latency, throughput and requests under way against the rate that was offered."""
     figure = Figure(figsize=(10.0, 3.9), layout="constrained", dpi=100)
     left, middle, right = figure.subplots(1, 3)
-    table, bend = saturation.curve(run), saturation.knee(saturation.curve(run))
+    table = saturation.curve(run)
+    bend = saturation.knee(table)
+    table = table.sort_values("planned_rps", ignore_index=True)  # a draw may turn two rates round
     known = theory.of(
         Settings(**run.experiment["settings"]), Workload(**run.experiment["workload"])
     )

@@ -102,7 +102,7 @@ def test_the_same_sweep_again_finds_no_answers_in_the_cache(
     """Prompts differ between runs, or the second would win by what the first left in the KV cache."""
     # The same size as before, so that the replicas of the test before serve on.
     grid = Sweep(
-        settings, Workload(users=4, duration_s=3.0, prompt_tokens=200, output_tokens=8),
+        settings, Workload(users=4, duration_s=3.0, prompt_tokens=40, output_tokens=8),
         loads={"think_time_s": [0.0, 0.03, 0.06]},
     )  # fmt: skip
     sweep.run(replace(grid, loads={}), as_left, tmp_path / "warm", progress=False)
@@ -119,7 +119,7 @@ def test_the_same_sweep_again_finds_no_answers_in_the_cache(
     # The same prompts again are answered from the cache, and such a run is called invalid. Few enough
     # of them that the KV cache of each replica holds all.
     few = Workload(
-        arrivals="constant", rate_rps=6.0, duration_s=3.0, prompt_tokens=200, output_tokens=8,
+        arrivals="constant", rate_rps=6.0, duration_s=3.0, prompt_tokens=40, output_tokens=8,
         repeat_prompts=True,
     )  # fmt: skip
     again = Sweep(settings, few)
