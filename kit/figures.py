@@ -51,8 +51,8 @@ OUTCOME_COLOURS = dict(
 CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "black", "#999999")
 """For what has no colour of its own, in this order."""
 PHASE_COLOURS = {
-    "warm-up": "#F5C26B", "cold start": "#9AD0F5", "transient": "#F5C26B", "varying": "#DDDDDD",
-    "steady": "#8FD9BD",
+    "warm-up": "#F5C26B", "cold start": "#9AD0F5", "idle": "#F0F0F0", "transient": "#F5C26B",
+    "varying": "#DDDDDD", "steady": "#8FD9BD",
 }  # fmt: skip
 _SLO_STYLE: dict[str, Any] = {"lw": 1.2, "color": "#D55E00"}
 _WIDTH_IN = 10.0

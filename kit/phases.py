@@ -6,10 +6,16 @@ is over: first until the requests from before have all ended, then by MSER-5 (th
 error rule on means of five: White 1997, Simulation 69(6) 323-334; White, Cobb and Spratt 2000, Winter
 Simulation Conference), which leaves out at the start what makes the mean of the rest less sure. Where
 it would leave out half or more, no steady state was reached.
+
+That rule takes for granted that a steady state follows. Of a queue that grows all the time, or of a
+step in the second half, it leaves out nothing: in simulations of 600 correlated requests it called
+over 99 of 100 of them steady. So the halves of what it leaves must agree as well (`halves`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,18 +31,25 @@ from kit.measures import (
     percentile,
     records,
     series,
+    took_effect,
 )  # fmt: skip
 from kit.store import Run
 
-PHASES = ("warm-up", "cold start", "transient", "varying", "steady")
-"""`varying` is load that never stands still, such as a day's or a trace's: no state of it is steady."""
+PHASES = ("warm-up", "cold start", "idle", "transient", "varying", "steady")
+"""`cold start` is requests that wait while no replica runs, `idle` nobody who waits for one; `varying` is
+load that never stands still, such as a day's, a trace's or a ramp's: no state of it is steady."""
 
 LEAST = 30
 """Fewer requests than this after a change tell of no steady state."""
 SETTLE = 0.3
 """Share of a stretch left out at its start where no steady state was found."""
+DRIFT = 0.1
+"""Halves of a steady phase may differ by so much, however sure that they differ."""
 _BATCH = 5
-_VARYING = ("on-off", "trace")
+_FIRST = 3  # requests of a new replica that warm it up
+_PER_HALF = 10
+_TO_TELL = 100  # requests in two halves
+_T = 2.88  # Student's t with 18 degrees of freedom, two-sided 1 %
 
 
 def found(run: Run) -> pd.DataFrame:
@@ -47,11 +60,11 @@ def found(run: Run) -> pd.DataFrame:
         `requests` that ended in it.
     """
     end_s = float(run.experiment["workload"]["duration_s"])
-    good = ok(run.requests)
-    ended = finished_s(good)
-    order = np.argsort(ended.to_numpy(), kind="stable")
-    ends, sent = ended.to_numpy()[order], good["sent_s"].to_numpy()[order]
-    latencies = good["e2e_s"].to_numpy()[order]
+    good = ok(run.requests).assign(ended_s=finished_s(ok(run.requests)).to_numpy())
+    good = good.sort_values("ended_s", kind="stable", ignore_index=True)
+    ends, sent, latencies = (good[c].to_numpy() for c in ("ended_s", "sent_s", "e2e_s"))
+    nth = good.groupby("replica_id")["ended_s"].rank("first")
+    firsts = good["ended_s"][nth <= _FIRST].to_numpy()
     events = _events(run, end_s)
     rows: list[tuple[str, float, float, str]] = []
     for (from_s, phase, why, least_s), (to_s, *_) in zip(
@@ -59,11 +72,13 @@ def found(run: Run) -> pd.DataFrame:
     ):
         if to_s <= from_s:
             continue
-        if phase in ("cold start", "varying"):
+        if phase in ("cold start", "idle", "varying"):
             rows.append((phase, from_s, to_s, why))
             continue
-        before = (sent < from_s) & (ends >= from_s) & (ends < to_s)
-        settled_s = max(from_s + least_s, float(ends[before].max(initial=from_s)))
+        before = ends[(sent < from_s) & (ends >= from_s) & (ends < to_s)]
+        # A replica that is seldom asked may take all the time for its first requests.
+        new = firsts[(firsts >= from_s) & (firsts < (from_s + to_s) / 2)]
+        settled_s = max([from_s + least_s, *before, *new])
         inside = (ends >= settled_s) & (ends < to_s)
         cut = _truncation(latencies[inside]) if settled_s < to_s else None
         if cut is None:
@@ -79,38 +94,65 @@ def found(run: Run) -> pd.DataFrame:
     return table.assign(requests=places[:, 1] - places[:, 0] if len(table) else [])
 
 
+def varying(load: Mapping[str, Any]) -> str:
+    """What makes a load vary all the time, from fields of its workload and its shape; else empty."""
+    arrivals, shape = load.get("arrivals", "users"), load.get("shape", "steady")
+    parts = [f"arrivals {arrivals}"] if arrivals in ("on-off", "trace") else []
+    day = load.get("diurnal")
+    parts += [f"day {day}"] if day and isinstance(day, str) else []
+    parts += [f"shape {shape}"] if shape != "steady" else []
+    return ", ".join(parts)
+
+
 def _events(run: Run, end_s: float) -> list[tuple[float, str, str, float]]:
     """(time, phase that it begins, why, least length) of all that changed what requests met."""
-    load = run.experiment["workload"]
-    varies = load.get("diurnal") or load.get("arrivals") in _VARYING
-    first = "varying" if varies else "warm-up"
-    why = (
-        f"the load varies all the time ({load.get('arrivals')} {load.get('diurnal') or ''})".strip()
-    )
-    events = [(0.0, first, why if varies else "the load began", 0.0)]
-    other = "varying" if varies else "transient"
+    load = dict(run.experiment["workload"])
+    events = [(0.0, "warm-up", "the load began", 0.0)]
+    loads = [(-math.inf, dict(load))]
     for move in records(moves(run).dropna(subset="applied_s")):
         if not move["mark"]:
             took_s = move["applied_s"] - move["asked_s"]
-            events.append((float(move["asked_s"]), other, move["label"], float(took_s)))
+            events.append((float(move["asked_s"]), "transient", move["label"], float(took_s)))
+    for change in records(took_effect(run.changes).sort_values("asked_s", kind="stable")):
+        loads.append((change["asked_s"], load := load | {change["knob"]: change["to"]}))
     for stage in load.get("stages", []):
         users, rate = stage.get("users"), stage.get("rate_rps")
         asked = f"{users} users" if users is not None else f"{rate:g} requests/s"
-        events.append((float(stage["at_s"]), other, asked, float(stage["ramp_s"])))
+        events.append((float(stage["at_s"]), "ramp", asked, float(stage["ramp_s"])))
     running = series(run, "serve", "running_replicas")
     counts = running.to_numpy()
+    if len(running) and counts[0] == 0:
+        events[0] = (0.0, "cold start", "no replica served when the load began", 0.0)
     for k in np.flatnonzero(np.diff(counts)) + 1:
         came = "came" if counts[k] > counts[k - 1] else "went"
         text = f"a replica {came}: {counts[k]:.0f} serve"
-        phase = other if counts[k] else "cold start"
+        phase = "transient" if counts[k] else "cold start"
         events.append((float(running.index[k]), phase, text, 0.0))
-    if len(running) and running.iloc[0] == 0:
-        events[0] = (0.0, "cold start", "no replica served when the load began", 0.0)
-    return sorted((e for e in events if 0 <= e[0] < end_s), key=lambda e: e[0])
+    events = sorted((e for e in events if 0 <= e[0] < end_s), key=lambda e: e[0])
+    sent_s = run.requests["sent_s"].to_numpy()
+    ended_s = finished_s(run.requests).to_numpy()
+    found, there_s = [], 0.0
+    for (from_s, phase, why, least_s), (to_s, *_) in zip(
+        events, [*events[1:], (end_s, "", "", 0.0)], strict=True
+    ):
+        varies = varying([fields for at_s, fields in loads if at_s <= from_s][-1])
+        if phase == "ramp":
+            phase, there_s = "transient", from_s + least_s
+        least_s = max(least_s, there_s - from_s)
+        if phase == "cold start":
+            waited = ((sent_s < to_s) & (ended_s > from_s)).any()
+            phase = phase if waited else "idle"
+        elif varies:
+            phase, why = "varying", f"{why}; the load varies all the time ({varies})"
+        elif there_s >= to_s:
+            phase, why = "varying", f"{why}; the load varies all the time (a ramp)"
+        found.append((from_s, phase, why, least_s))
+    return found
 
 
 def _truncation(values: NDArray[np.float64]) -> int | None:
-    """How many values to leave out at the start, by MSER-5; None when half or more, or too few."""
+    """How many values to leave out at the start, by MSER-5; None when half or more, when the halves
+    of the rest differ, or when there are too few."""
     if len(values) < LEAST:
         return None
     count = len(values) // _BATCH
@@ -121,7 +163,30 @@ def _truncation(values: NDArray[np.float64]) -> int | None:
     errors = np.maximum(squares - sums**2 / left, 0.0) / left**2
     half = count // 2
     cut = int(errors[: half + 1].argmin())
-    return None if cut == half else cut * _BATCH
+    rest = values[cut * _BATCH :]
+    drifts = len(rest) >= _TO_TELL and halves(rest)[2]
+    return None if cut == half or drifts else cut * _BATCH
+
+
+def halves(
+    values: NDArray[np.float64], figure: Callable[..., Any] = np.mean, t: float = _T
+) -> tuple[float, float, bool]:
+    """A figure of the first and of the second half, and whether they surely differ, by over `DRIFT`.
+
+    By batches of successive values, which unlike single ones are nearly independent (Schmeiser 1982,
+    Operations Research 30(3) 556-568): ten a half, and what is left over at the start is left out.
+
+    Args:
+        values: at least 20.
+        figure: of each batch, such as `np.mean` or `np.median`.
+        t: Student's t with 18 degrees of freedom that makes a difference sure.
+    """
+    size = len(values) // (2 * _PER_HALF)
+    batches = values[len(values) - 2 * _PER_HALF * size :].reshape(2, _PER_HALF, size)
+    each = figure(batches, axis=2)
+    first, second = (float(v) for v in each.mean(axis=1))
+    error = math.sqrt(float(each.var(axis=1, ddof=1).sum()) / _PER_HALF)
+    return first, second, abs(second - first) > max(t * error, DRIFT * abs(first))
 
 
 def stretches(run: Run, settle: float | None = None) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from fakes import fake_run
 from kit import explain, figures, phases
 from kit.experiment import Experiment
 from kit.settings import Settings
-from kit.store import Run
+from kit.store import CHANGE_COLUMNS, Run
 from kit.workload import Stage, Workload
 
 
@@ -64,6 +65,33 @@ def test_a_queue_that_grows_reaches_no_steady_state(rng: np.random.Generator) ->
     assert "no steady state" in table["why"].iloc[0]
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [lambda t: 1 + t, lambda t: 1 + 0.5 * (t > 0.6), lambda t: 1 + 3 * np.exp(-t / 0.3)],
+    ids=["grows", "steps up", "decays slowly"],
+)
+def test_what_drifts_is_not_steady(shape: Callable[[np.ndarray], np.ndarray]) -> None:
+    """MSER leaves out nothing of a line or of a late step: that the halves agree is asked as well."""
+    t = np.linspace(0, 1, 2000)
+    called = [
+        "steady" in set(phases.found(made(shape(t) * noisy(seed, 2000)))["phase"])
+        for seed in range(20)
+    ]
+    assert sum(called) <= 6
+    still = ["steady" in set(phases.found(made(noisy(seed, 2000)))["phase"]) for seed in range(20)]
+    assert sum(still) >= 18
+
+
+def noisy(seed: int, n: int) -> np.ndarray:
+    """Lognormal latencies, those of neighbours alike (AR(1), correlation 0.7)."""
+    rng = np.random.default_rng(seed)
+    noise = rng.normal(size=n)
+    noise[1:] *= np.sqrt(1 - 0.7**2)
+    for k in range(1, n):
+        noise[k] += 0.7 * noise[k - 1]
+    return np.exp(0.3 * noise)
+
+
 def test_steps_replicas_and_cold_starts_begin_phases(rng: np.random.Generator) -> None:
     latency_s = 0.3 + rng.gamma(4, 0.01, 2400)
     run = made(
@@ -90,6 +118,47 @@ def test_load_that_never_stands_still_has_no_steady_state(varying: dict[str, obj
     table = phases.found(made(np.full(600, 0.4), **varying))
     assert table["phase"].tolist() == ["varying"]
     assert "varies all the time" in table["why"].iloc[0]
+
+
+def test_a_ramp_has_no_steady_state_whatever_happens_on_the_way(rng: np.random.Generator) -> None:
+    latency_s = 0.3 + rng.gamma(4, 0.01, 2400)
+    run = made(
+        latency_s, running=[(0.0, 1.0), (30.0, 2.0)], users=4,
+        stages=(Stage(at_s=10.0, users=40, ramp_s=30.0),),
+    )  # fmt: skip
+    table = phases.found(run)
+    assert table["phase"].tolist() == ["warm-up", "steady", "varying", "transient", "steady"]
+    assert table["why"].iloc[2] == "40 users; the load varies all the time (a ramp)"
+    assert table["to_s"].iloc[3] >= 40, "a replica that came does not end the ramp"
+
+
+def test_load_that_is_made_to_vary_while_it_runs_is_steady_no_more() -> None:
+    run = made(np.random.default_rng(1).gamma(4, 0.1, 1200), arrivals="poisson", rate_rps=20.0)
+    change = ("arrivals", "poisson", "on-off", 30.0, 30.0, 0.0, "")
+    moved = replace(run, changes=pd.DataFrame([change], columns=list(CHANGE_COLUMNS)))
+    table = phases.found(moved)
+    assert table["phase"].tolist() == ["warm-up", "steady", "varying"]
+    assert table["why"].iloc[2].endswith("varies all the time (arrivals on-off)")
+
+
+def test_no_replica_and_nobody_who_waits_is_idle(rng: np.random.Generator) -> None:
+    run = made(0.3 + rng.gamma(4, 0.01, 2400), running=[(0.0, 1.0), (20.0, 0.0), (40.0, 1.0)])
+    sent_s = run.requests["sent_s"]
+    asleep = run.requests[(sent_s < 19) | (sent_s > 40)]
+    assert phases.found(replace(run, requests=asleep)).iloc[2]["phase"] == "idle"
+    woken = run.requests[(sent_s < 19) | (sent_s > 39)]
+    assert phases.found(replace(run, requests=woken)).iloc[2]["phase"] == "cold start"
+
+
+def test_first_requests_of_a_new_replica_warm_it_up(rng: np.random.Generator) -> None:
+    run = made(0.3 + rng.gamma(4, 0.01, 1200), running=[(0.0, 1.0), (20.0, 2.0)])
+    new = (run.requests["sent_s"] > 25) & (np.arange(1200) % 50 == 0)
+    table = phases.found(
+        replace(run, requests=run.requests.assign(replica_id=np.where(new, "r2", "r1")))
+    )
+    third_s = run.requests["sent_s"][new].iloc[2]
+    assert table.iloc[-1]["phase"] == "steady"
+    assert third_s < table.iloc[-1]["from_s"] < third_s + 1
 
 
 def test_figures_of_a_stretch_are_of_its_steady_part(rng: np.random.Generator) -> None:
