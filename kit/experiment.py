@@ -206,11 +206,11 @@ class _Attempt:
         stages = [(s.at_s, s) for s in self.experiment.workload.stages]
         due = sorted([*self.experiment.steps(), *stages], key=lambda step: step[0])
         self.t0_s = time.monotonic() + LEAD_S
-        self.load.begin(self.t0_s)
-        time.sleep(LEAD_S)
-        self.sampler.start(self.t0_s)
         bar = seconds(duration_s, self.experiment.name, progress)
         try:
+            self.load.begin(self.t0_s)
+            time.sleep(LEAD_S)
+            self.sampler.start(self.t0_s)
             while (now_s := time.monotonic() - self.t0_s) < duration_s:
                 bar.update(min(now_s, duration_s) - bar.n)
                 while due and due[0][0] <= now_s:
@@ -235,7 +235,7 @@ class _Attempt:
             status = "failed"
             self.notes.append(str(error))
         finally:
-            bar.update(min(time.monotonic() - self.t0_s, duration_s) - bar.n)
+            bar.update(max(0.0, min(time.monotonic() - self.t0_s, duration_s) - bar.n))
             bar.close()
         return self._finish(status)
 

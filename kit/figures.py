@@ -15,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 
 from kit import measures, phases
+from kit.figures_phases import strip
 from kit.measures import OUTCOMES, PARTS, Sampled
 from kit.provenance import title
 from kit.store import Run
@@ -50,10 +50,6 @@ OUTCOME_COLOURS = dict(
 )
 CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "black", "#999999")
 """For what has no colour of its own, in this order."""
-PHASE_COLOURS = {
-    "warm-up": "#F5C26B", "cold start": "#9AD0F5", "idle": "#F0F0F0", "transient": "#F5C26B",
-    "varying": "#DDDDDD", "steady": "#8FD9BD",
-}  # fmt: skip
 _SLO_STYLE: dict[str, Any] = {"lw": 1.2, "color": "#D55E00"}
 _WIDTH_IN = 10.0
 
@@ -81,31 +77,12 @@ def overview(run: Run) -> Figure:
         axes[4].legend(**_LEGEND | {"title": whose if emulated else "replica"})
     else:
         nothing(axes[4])
-    _phase_strip(axes[0], run)
+    strip(axes[0], run)
     _mark_moves(axes, run)
     axes[-1].set_xlim(0, float(run.experiment["workload"]["duration_s"]))
     axes[-1].set_xlabel("time since the load began (s)")
     figure.suptitle(title(run), fontsize=9)
     return figure
-
-
-def _phase_strip(ax: Axes, run: Run) -> None:
-    """The phases as a thin band on top of a panel, each named where there is room."""
-    end_s = float(run.experiment["workload"]["duration_s"])
-    for phase in measures.records(phases.found(run)):
-        width_s = phase["to_s"] - phase["from_s"]
-        ax.add_patch(
-            Rectangle(
-                (phase["from_s"], 1), width_s, 0.055, transform=ax.get_xaxis_transform(),
-                clip_on=False,
-                facecolor=PHASE_COLOURS[phase["phase"]], edgecolor="white", lw=0.8, zorder=3,
-            )
-        )  # fmt: skip
-        if width_s > 0.012 * end_s * len(phase["phase"]):
-            ax.text(
-                phase["from_s"] + width_s / 2, 1.027, phase["phase"], fontsize=7, ha="center",
-                va="center", transform=ax.get_xaxis_transform(), zorder=4,
-            )  # fmt: skip
 
 
 def latency(

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kit import sweep
-from kit.figures import CYCLE
+from kit.figures import CYCLE, nothing
 
 NAMES = {
     "goodput_rps": "goodput (requests/s)",
@@ -27,52 +27,76 @@ _LOWER_IS_BETTER = ("e2e_p50_s", "e2e_p95_s", "response_p95_s", "queueing_p95_s"
 
 
 def heat_map(
-    found: pd.DataFrame, axes: Sequence[str], figures: Sequence[str] = ("goodput_rps", "e2e_p95_s")
-) -> Figure:
-    """Figures of a sweep's `table` over its first two axes, a panel each; darker is better.
+    found: pd.DataFrame, up: Sequence[str], along: Sequence[str],
+    figures: Sequence[str] = ("goodput_rps", "e2e_p95_s"),
+) -> Figure:  # fmt: skip
+    """Figures of a sweep's `table` over two groups of its axes, a panel each; darker is better.
 
-    What further axes and repeats have is averaged. A cell whose run is invalid is crossed out, one
-    without a figure is empty.
+    Repeats, and axes that are named in neither group, are averaged. A cell with an invalid run is crossed
+    out, one without a figure is empty.
 
     Args:
         found: what `kit.sweep.run` gave.
-        axes: two of its axes, the first one upwards; with one axis it is a single row.
+        up: axes whose combinations are the rows, such as the knobs.
+        along: axes whose combinations are the columns, such as the loads.
         figures: columns of `found`.
     """
-    drawn = Figure(figsize=(5.0 * len(figures), 3.9), layout="constrained", dpi=100)
-    panels = np.atleast_1d(drawn.subplots(1, len(figures)))
-    up, along = (axes[0], axes[1]) if len(axes) > 1 else ("", axes[0])
-    table = found.assign(**{"": "all"}) if not up else found
+    table = found.assign(_up=_joined(found, up), _along=_joined(found, along))
+    rows, columns = (list(dict.fromkeys(table[c])) for c in ("_up", "_along"))
+    size = (5.0 * len(figures), 1.6 + 0.42 * max(3, len(rows)))
+    drawn = Figure(figsize=size, layout="constrained", dpi=100)
+    panels = np.atleast_1d(drawn.subplots(1, len(figures), sharey=True))
     for ax, name in zip(panels, figures, strict=True):
-        cells = table.pivot_table(name, up, along, aggfunc="mean", dropna=False)
-        sound = table.pivot_table("valid", up, along, aggfunc="all").reindex_like(cells)
-        colours = "viridis" if name in _LOWER_IS_BETTER else "viridis_r"
-        values = cells.to_numpy(dtype=float)
-        image = ax.imshow(values, cmap=colours, aspect="auto", origin="lower")
-        drawn.colorbar(image, ax=ax, label=NAMES.get(name, name))
-        middle = (
-            np.nanmean([np.nanmin(values), np.nanmax(values)]) if np.isfinite(values).any() else 0
+        cells = (
+            table.groupby(["_up", "_along"])[name].mean().unstack().reindex(rows, columns=columns)
         )
-        for (row, column), value in np.ndenumerate(values):
-            if np.isnan(value):
-                continue
-            dark = (value > middle) != (name in _LOWER_IS_BETTER)
-            text = f"{value:.3g}" if sound.iloc[row, column] else f"✗ {value:.3g}\ninvalid"
-            ax.text(column, row, text, ha="center", va="center", fontsize=8,
-                    color="white" if dark else "black")  # fmt: skip
-        ax.set_xticks(range(len(cells.columns)), [str(c) for c in cells.columns])
-        ax.set_yticks(range(len(cells.index)), [str(c) for c in cells.index])
-        ax.set_xlabel(along)
-        ax.set_ylabel(up)
+        sound = (
+            table.groupby(["_up", "_along"])["valid"].all().unstack().reindex(rows, columns=columns)
+        )
+        values = cells.to_numpy(dtype=float)
+        lower = name in _LOWER_IS_BETTER
         ax.set_title(NAMES.get(name, name), fontsize=9)
+        ax.set_xticks(range(len(columns)), columns, fontsize=8)
+        ax.set_yticks(range(len(rows)), rows, fontsize=8)
+        ax.set_xlabel(" · ".join(along))
+        ax.set_xlim(-0.5, len(columns) - 0.5)
+        ax.set_ylim(-0.5, len(rows) - 0.5)
+        if not np.isfinite(values).any():
+            nothing(ax)  # too few requests in every run
+            continue
+        image = ax.imshow(
+            values, cmap="viridis" if lower else "viridis_r", aspect="auto", origin="lower"
+        )
+        drawn.colorbar(image, ax=ax, label=NAMES.get(name, name))
+        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+        for (row, column), value in np.ndenumerate(values):
+            if not np.isnan(value):
+                text = f"{value:.3g}" if sound.iloc[row, column] else f"✗ {value:.3g} invalid"
+                dark = (value > middle) != lower
+                ax.text(column, row, text, ha="center", va="center", fontsize=8,
+                        color="white" if dark else "black")  # fmt: skip
+    panels[0].set_ylabel(" · ".join(up))
     return drawn
 
 
-def pareto(found: pd.DataFrame) -> Figure:
-    """Goodput against p95, the size of a point its replica-seconds; the front is joined and named."""
+def _joined(found: pd.DataFrame, axes: Sequence[str]) -> pd.Series[str]:
+    return (
+        found[list(axes)].astype(str).agg(" · ".join, axis=1)
+        if axes
+        else pd.Series("all", index=found.index)
+    )
+
+
+def pareto(found: pd.DataFrame, loads: Sequence[str] = ()) -> Figure:
+    """Goodput against p95, the size of a point its replica-seconds; each load's front is named.
+
+    Args:
+        found: what `kit.sweep.run` gave.
+        loads: the axes that are loads, under each of which settings compete.
+    """
     drawn = Figure(figsize=(10.0, 4.4), layout="constrained", dpi=100)
     ax = drawn.subplots()
-    on = sweep.front(found)
+    on = sweep.front(found, loads)
     cost = found["replica_seconds"].fillna(0)
     sizes = 30 + 170 * cost / max(float(cost.max()), 1e-9)
     kinds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
@@ -93,8 +117,7 @@ def pareto(found: pd.DataFrame) -> Figure:
     ax.set_xlabel("E2E p95 (s)")
     ax.set_ylabel("goodput (requests/s)")
     ax.set_title(
-        "Not beaten in goodput, p95 and replica-seconds together (size: replica-seconds)",
-        fontsize=9,
+        "Not beaten under their load in goodput, p95 and replica-seconds (size)", fontsize=9
     )
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)

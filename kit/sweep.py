@@ -2,7 +2,8 @@
 
 found = kit.sweep.run(kit.sweep.Sweep(settings, workload, {"max_batch_size": [4, 16]},
                                       {"rate_rps": [5.0, 10.0]}), serving, folder)
-kit.figures_sweep.heat_map(found, "goodput_rps"), kit.figures_sweep.pareto(found)
+kit.figures_sweep.heat_map(found, ["max_batch_size"], ["rate_rps"])
+    kit.figures_sweep.pareto(found, ["rate_rps"])
 """
 
 from __future__ import annotations
@@ -130,46 +131,73 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def front(found: pd.DataFrame, merits: Mapping[str, str] | None = None) -> pd.Series[bool]:
-    """Which rows of a `table` are on the Pareto front: valid, and no other is better in all merits.
+def front(
+    found: pd.DataFrame, loads: Sequence[str] = (), merits: Mapping[str, str] | None = None
+) -> pd.Series[bool]:
+    """Which rows of a `table` are on the Pareto front of their load.
+
+    Valid ones, than which no other under the same load is better in a merit and as good in the rest.
 
     Args:
         found: what `table` gave.
+        loads: columns that tell loads apart: settings compete under the same one only.
         merits: column → `higher` or `lower`, by default `MERITS`.
     """
     merits = MERITS if merits is None else merits
     signs = [1 if way == "higher" else -1 for way in merits.values()]
     points = found[list(merits)].to_numpy(dtype=float) * signs
     sound = found["valid"].to_numpy(dtype=bool) & ~pd.isna(points).any(axis=1)
+    load = (
+        found[list(loads)].astype(str).agg(" ".join, axis=1)
+        if loads
+        else pd.Series("", found.index)
+    )
+    same = load.to_numpy()
     on = [
         bool(ok)
         and not any(
-            sound[other] and (points[other] >= point).all() and (points[other] > point).any()
-            for other in range(len(points))
+            sound[k]
+            and same[k] == mine
+            and (points[k] >= point).all()
+            and (points[k] > point).any()
+            for k in range(len(points))
         )
-        for point, ok in zip(points, sound, strict=True)
+        for point, ok, mine in zip(points, sound, same, strict=True)
     ]
     return pd.Series(on, index=found.index)
 
 
-def words(found: pd.DataFrame, axes: Sequence[str]) -> list[str]:
-    """What a sweep shows, in sentences: the best of its valid points, the front, and what is invalid."""
+def words(found: pd.DataFrame, grid: Sweep) -> list[str]:
+    """What a sweep shows, in sentences: the best settings for each load, and what is invalid."""
+    loads = list(grid.loads)
+    groups = found.groupby(loads, sort=False) if loads else [((), found)]
+    texts = []
+    for at, rows in groups:
+        load = ", ".join(f"{k} = {v}" for k, v in zip(loads, at, strict=True))  # type: ignore[arg-type]
+        texts.append(f"**{load or 'This load'}**: {_best(rows, list(grid.knobs))}")
     bad = found[~found["valid"]]
-    texts = [
+    texts += [
         f"**{r['run']}** is invalid and wins nothing: {r['why']}." for r in measures.records(bad)
     ]
-    good = found[found["valid"]].sort_values("goodput_rps", ascending=False, kind="stable")
-    if not len(good) or good["goodput_rps"].isna().all():
-        return [*texts, "No valid point has a goodput: nothing is best."]
-    best = good.iloc[0]
-    at = ", ".join(f"{a} = {best[a]}" for a in axes)
-    texts.insert(
-        0,
-        f"Most goodput: **{at}**, {best['goodput_rps']:.3g} requests/s within all promises "
-        f"({best['good_fraction']:.0%} of all), E2E p95 {best['e2e_p95_s']:.3g} s, "
-        f"{best['replica_seconds']:.0f} replica-seconds. Compare it with its neighbours "
-        "(kit.compare) before you believe in a small lead.",
+    return [
+        *texts,
+        "Compare a best one with its neighbours (kit.compare) before you believe in a small lead.",
+    ]
+
+
+def _best(rows: pd.DataFrame, knobs: Sequence[str]) -> str:
+    good = rows[rows["valid"] & rows["goodput_rps"].notna()]
+    if not len(good):
+        return "no valid run has a goodput: nothing is best."
+    best = measures.records(good.sort_values("goodput_rps", ascending=False, kind="stable"))[0]
+    at = ", ".join(f"{k} = {best[k]}" for k in knobs) or "the settings"
+    p95_s = best["e2e_p95_s"]
+    tail = (
+        f"p95 {p95_s:.3g} s"
+        if not math.isnan(p95_s)
+        else f"{best['requests']} requests, too few for a p95"
     )
-    chosen = found[front(found)]
-    names = "; ".join(str(r) for r in chosen["run"])
-    return [*texts, f"Not beaten in goodput, p95 and replica-seconds together: {names}."]
+    return (
+        f"most goodput by {at}: {best['goodput_rps']:.3g} requests/s within all promises "
+        f"({best['good_fraction']:.0%} of all), {tail}, {best['replica_seconds']:.0f} replica-seconds."
+    )

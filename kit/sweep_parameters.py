@@ -28,7 +28,7 @@ class Parameters(Asked):
     arrivals: Literal["users", "poisson", "gamma", "constant"] = "poisson"
     knobs: Grid = {"max_batch_size": [4, 16, 32], "num_replicas": [1, 2]}
     loads: Grid = {"rate_rps": [8.0, 16.0, 24.0]}
-    duration_s: float = 20.0
+    duration_s: float = 30.0
     repeats: int = 1
     seed: int = 1
     slo_e2e_p95_s: float = 1.5

@@ -141,12 +141,12 @@ def test_littles_law_sees_requests_that_nobody_wrote_down(made: Run) -> None:
 
 
 @pytest.mark.parametrize("hold", [True, False])
-def test_batches_match_serves_own_buckets(serving: Serving, tmp_path: Path, hold: bool) -> None:
+def test_batches_match_serves_own_buckets(as_left: Serving, tmp_path: Path, hold: bool) -> None:
     """On the real thing: within 2 % of all batches, and Little's law within 5 %."""
     settings = Settings(max_batch_size=4, hold_while_busy=hold, time_scale=0.1 if hold else 0.04)
-    workload = Workload(users=6, duration_s=25.0 if hold else 8.0)
+    workload = Workload(users=6, duration_s=18.0 if hold else 6.0)
     done = run(
-        Experiment(settings, workload), serving, tmp_path / "run", progress=False, agreement=True
+        Experiment(settings, workload), as_left, tmp_path / "run", progress=False, agreement=True
     )
     found = {c.what: c for c in agreement.checks(done)}
     print(agreement.table(done).to_string())

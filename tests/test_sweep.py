@@ -123,14 +123,19 @@ def test_the_front_holds_what_nothing_beats_and_nothing_invalid() -> None:
         why=["", "", "", "cache", ""],
     )  # fmt: skip
     assert sweep.front(found).tolist() == [False, True, True, False, True]
-    said = sweep.words(found, ["x", "y"])
-    assert "**x = 1, y = 0**" in said[0]
-    assert "r3** is invalid and wins nothing: cache" in said[1]
+    assert sweep.front(found, ["y"]).tolist() == [False, True, True, False, True]
+    assert sweep.front(found, ["x"]).tolist() == [True, True, True, False, True]
+    grid = Sweep(Settings(), LOAD, {"max_batch_size": [4, 8]}, {"rate_rps": [2.0, 4.0]})
+    named = found.assign(max_batch_size=found["x"], rate_rps=found["y"], requests=300)
+    said = sweep.words(named, grid)
+    assert said[0].startswith("**rate_rps = 0**: most goodput by max_batch_size = 1: 6 requests/s")
+    assert said[1].startswith("**rate_rps = 1**: most goodput by max_batch_size = 0: 6 requests/s")
+    assert "r3** is invalid and wins nothing: cache" in said[3]
     figures_sweep.pareto(found)
-    drawn = figures_sweep.heat_map(found.head(4), ["x", "y"])
+    drawn = figures_sweep.heat_map(found.head(4), ["y"], ["x"])
     texts = [t.get_text() for t in drawn.axes[0].texts]
-    assert texts == ["5", "6", "6", "✗ 9\ninvalid"]
-    assert figures_sweep.heat_map(found.head(1), ["x"]).axes
+    assert texts == ["5", "6", "6", "✗ 9 invalid"]
+    assert figures_sweep.heat_map(found.head(1), ["x"], []).axes
 
 
 def test_parameters_of_the_notebook_are_checked() -> None:

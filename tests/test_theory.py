@@ -156,17 +156,17 @@ def test_rates_that_cannot_be_a_ramp_are_refused_before_anything_runs(
         saturation.ramp(Settings(app="continuous"), Workload(), None, rates)  # type: ignore[arg-type]
 
 
-def test_the_emulated_app_obeys_theory(serving: Serving, tmp_path: Path) -> None:
+def test_the_emulated_app_obeys_theory(as_left: Serving, tmp_path: Path) -> None:
     """One request at a time, at a third of the capacity, two thirds, and above it."""
     settings = Settings(app="unbatched", time_scale=0.03, max_ongoing_requests=500)
     workload = Workload(arrivals="poisson", seed=4)
     known = theory.of(settings, workload)
     rates = [share * known.capacity_rps for share in (0.3, 0.65, 1.6)]
     run = saturation.ramp(
-        settings, workload, serving, rates, step_s=11.0, folder=tmp_path / "run", progress=False
+        settings, workload, as_left, rates, step_s=8.0, folder=tmp_path / "run", progress=False
     )
     good = measures.ok(run.requests)
-    before = good[good["intended_s"] < 22.0].sort_values("sent_s")
+    before = good[good["intended_s"] < 16.0].sort_values("sent_s")
     # The very requests that came, each as long as the closed form says: their waits one by one.
     numbers = before["request"].astype(int)
     services_s = theory.services_s(
