@@ -65,11 +65,11 @@ def _stuck(e: Evidence) -> Finding | None:
 
 
 def _no_load(e: Evidence) -> Finding | None:
-    if len(e.view.recent) or e.users > 0:
+    if len(e.view.recent) or e.asked > 0:
         return None
-    users = "" if math.isnan(e.users) else f"{e.users:.0f} users, and "
+    asked = "" if math.isnan(e.asked) else f"{e.asked_words}, and "
     return Finding(
-        "no_load", f"No load: {users}no request has ended within the last {e.view.recent_s:.0f} s."
+        "no_load", f"No load: {asked}no request has ended within the last {e.view.recent_s:.0f} s."
     )
 
 
@@ -81,7 +81,7 @@ def _nothing_ended(e: Evidence) -> Finding | None:
     long = e.view.recent_s >= 10
     return Finding(
         "nothing_ended",
-        f"No request of {e.users:.0f} users has ended within {e.view.recent_s:.0f} s: {waiting:.0f} are "
+        f"No request of {e.asked_words} has ended within {e.view.recent_s:.0f} s: {waiting:.0f} are "
         f"in flight{run}.",
         (),
         "trouble" if long else "hint",

@@ -60,8 +60,18 @@ class Sampled:
         return in_flight / self.running if self.running else math.nan
 
     @property
-    def users(self) -> float:
-        return self.latest("load", "users")
+    def asked(self) -> float:
+        """How much load is asked for: users, or requests a second of a plan; NaN without samples."""
+        users = self.latest("load", "users")
+        return self.latest("load", "rate_rps") if math.isnan(users) else users
+
+    @property
+    def asked_words(self) -> str:
+        """The same in words: `8 users`, `20 requests/s`."""
+        if math.isnan(self.asked):
+            return "an unknown load"
+        plan = math.isnan(self.latest("load", "users"))
+        return f"{self.asked:.3g} requests/s" if plan else f"{self.asked:.0f} users"
 
     @property
     def running(self) -> float:
@@ -111,9 +121,11 @@ class Sampled:
     def steady_target(self) -> pd.Series[float]:
         """The replica target since the load or a knob last changed, by time."""
         since = self.changed_s
-        users = self.all_of("users").set_index("time_s")["value"]
-        if len(users):
-            other = users.index[(users - users.iloc[-1]).abs() > 0.1 * users.iloc[-1]]
+        asked = self.all_of("users").set_index("time_s")["value"]
+        if not len(asked):
+            asked = self.all_of("rate_rps").set_index("time_s")["value"]
+        if len(asked):
+            other = asked.index[(asked - asked.iloc[-1]).abs() > 0.1 * asked.iloc[-1]]
             since = max(since, float(other.max()) if len(other) else -math.inf)
         target = self.all_of("target_replicas")
         return target[target["time_s"] > since].set_index("time_s")["value"]
