@@ -90,17 +90,25 @@ def _row(m: Measure, a: tuple[float, Floats], b: tuple[float, Floats]) -> dict[s
     row["ratio_low"], row["ratio_high"] = bootstrap.interval(ratios)
     # By differences: they order as ratios do, and a figure may be zero.
     low, high = bootstrap.interval(b[1] - a[1])
-    row["verdict"] = CANNOT_TELL
-    told = m.unit == "%" or abs(b[0] - a[0]) >= SMALL * abs(a[0])
-    if told and (low > 0 or high < 0):
-        row["verdict"] = verdict(m, risen=low > 0)
+    row["verdict"] = verdict(m, a[0], b[0], low, high)
     return row
 
 
-def verdict(m: Measure, risen: bool) -> str:
-    """What it means that a figure has surely risen, or fallen."""
+def verdict(m: Measure, a: float, b: float, low: float, high: float) -> str:
+    """What it means that a figure went from `a` to `b`, and how sure it is.
+
+    Args:
+        m: the figure.
+        a: its first value.
+        b: its second.
+        low: where the interval of the change begins; only its sign counts.
+        high: where it ends.
+    """
+    told = m.unit == "%" or abs(b - a) >= SMALL * abs(a)
+    if not told or not (low > 0 or high < 0):
+        return CANNOT_TELL
     words = ("better", "worse") if m.better else ("larger", "smaller")
-    return words[0] if risen == (m.better != "lower") else words[1]
+    return words[0] if (low > 0) == (m.better != "lower") else words[1]
 
 
 def words(a: Stretch, b: Stretch, found: pd.DataFrame) -> list[str]:

@@ -14,7 +14,7 @@ import papermill
 import pytest
 from test_phases import made
 
-from kit import compare, experiment, figures_sweep, repeats, store, sweep
+from kit import experiment, figures_sweep, store, sweep
 from kit.experiment import Experiment
 from kit.parameters import ReportError
 from kit.settings import Settings
@@ -148,56 +148,6 @@ def test_parameters_of_the_notebook_are_checked() -> None:
     ):
         with pytest.raises(ReportError, match=words):
             Parameters(**wrong)
-
-
-def pair_runs(n: int, factor: float, seed: int = 0) -> tuple[list[Run], list[Run]]:
-    rng = np.random.default_rng(seed)
-    sides: tuple[list[Run], list[Run]] = ([], [])
-    for _ in range(n):
-        machine = rng.lognormal(0, 0.2)  # what both of a pair share
-        for side, times in zip(sides, (1.0, factor), strict=True):
-            side.append(made(machine * times * (0.4 + rng.gamma(4, 0.02, 400))))
-    return sides
-
-
-def test_pairs_find_what_drift_between_them_would_hide() -> None:
-    a, b = pair_runs(4, 0.9)
-    found = repeats.paired(a, b)
-    assert found.loc["e2e_p95_s", "verdict"] == "better"
-    assert found.loc["e2e_p95_s", "ratio"] == pytest.approx(0.9, rel=0.05)
-    assert found.loc["e2e_p95_s", "ratio_low"] < 0.9 < found.loc["e2e_p95_s", "ratio_high"]
-    few = repeats.paired(a[:2], b[:2])
-    assert set(few["verdict"]) == {"cannot tell"}
-
-
-def test_pairs_of_the_same_settings_cannot_be_told_apart() -> None:
-    verdicts = pd.concat([repeats.paired(*pair_runs(4, 1.0, s))["verdict"] for s in range(25)])
-    assert (verdicts == "cannot tell").mean() >= 0.9
-
-
-def test_pairs_must_be_comparable_and_valid() -> None:
-    a, b = pair_runs(3, 0.8)
-    with pytest.raises(compare.CompareError, match="3 runs and 2: must be pairs"):
-        repeats.paired(a, b[:2])
-    elsewhere = [replace(r, environment=r.environment | {"cpus": 64}) for r in b]
-    with pytest.raises(compare.CompareError, match="not comparable: cpus"):
-        repeats.paired(a, elsewhere)
-    assert repeats.paired(a, elsewhere, force=True).loc["e2e_p95_s", "verdict"] == "better"
-    wrong = [replace(r, requests=r.requests.assign(outcome=["ok", "error"] * 200)) for r in b]
-    assert set(repeats.paired(a, wrong)["verdict"]) == {"cannot tell"}
-    one = Experiment(Settings(), LOAD, name="chat")
-    order = repeats.alternating(one, replace(one, name="bulk"), 3)
-    assert [e.name for e in order] == [
-        "1a chat",
-        "1b bulk",
-        "2a chat",
-        "2b bulk",
-        "3a chat",
-        "3b bulk",
-    ]
-    assert [e.workload.seed for e in order] == [1, 1, 2, 2, 3, 3]
-    with pytest.raises(ValueError, match="pairs = 2: must be 3 or more"):
-        repeats.alternating(one, one, 2)
 
 
 @pytest.mark.cluster
