@@ -127,6 +127,10 @@ def words(a: Stretch, b: Stretch, found: pd.DataFrame) -> list[str]:
         f"**{name} is invalid**: {why}." for name, s in zip("AB", (a, b), strict=True)
         if (why := validity.invalid(s))
     ]  # fmt: skip
+    texts += [
+        f"**{name}, mind**: {why}." for name, s in zip("AB", (a, b), strict=True)
+        if (why := validity.cautions(s))
+    ]  # fmt: skip
     texts += differences(a, b)
     for verdict, rows in found.groupby("verdict", sort=True):
         headings = ", ".join(BY_NAME[str(name)].heading for name in rows.index)

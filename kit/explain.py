@@ -81,6 +81,9 @@ def _effect(run: Run, before: pd.Series[float], after: pd.Series[float]) -> str:
             f"replicas went from {before['replicas']:.0f} to {after['replicas']:.0f}"
             + ("" if math.isnan(wait_s) else f", the first new one serving after {wait_s:.1f} s")
         )
+    unsteady = [k for k, t in (("before", before), ("after", after)) if not t["steady"]]
+    if unsteady:
+        parts.append(f"not steady {' and '.join(unsteady)} it, so take these figures with care")
     return "; ".join(parts) + "."
 
 

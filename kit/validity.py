@@ -10,17 +10,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
-from kit import measures
+from kit import measures, phases
 from kit.store import Run
 from kit.stretch import Stretch, stretches, whole
 
 RATE = 0.01
-"""Sent requests may miss the planned ones by this share."""
-DELAY_S, DELAY_SHARE = 0.02, 0.05
-"""Sends may be late, at p99, by the larger of this and a share of the median latency: what the client
-adds must be small beside what it measures."""
+"""Sent requests may miss the planned ones by this share, and users the number that was asked for."""
+DELAY_S, DELAY_SHARE, LATE = 0.02, 0.05, 0.01
+"""Sends may be late by the larger of this and a share of the median latency, but for a hundredth of them:
+what the client adds must be small beside what it measures."""
+FEW = 2
+"""So many requests are no share of a few: one that is under way, or sent late, makes no run invalid."""
 CPU = 0.9
 """Of a core, that the busiest load process takes: from there on it is the load that is measured."""
 ERRORS = 0.01
@@ -28,11 +31,11 @@ ERRORS = 0.01
 HITS = 0.05
 """Share of prompt tokens that a prefix cache may answer for the model: prompts are unique, so more is
 another run's, or somebody's template."""
-DRIFT = 0.1
-"""Halves of a steady stretch may differ by so much, however sure that they differ."""
-_BATCHES = 10
-_T = 2.88
-"""Student's t with 18 degrees of freedom, two-sided 1 %."""
+UNSTEADY = 0.05
+"""Share of a stretch that may be warm-up or transient before its figures are marked as not steady."""
+_T = 3.38
+"""Student's t with 18 degrees of freedom, two-sided 1 % shared by three figures."""
+_GRACE_S = 2.0  # until users are there and sampled
 _ERRORS = ("timeout", "invalid", "error", "cut")
 
 
@@ -63,6 +66,11 @@ def invalid(part: Run | Stretch) -> str:
     return "; ".join(c.text for c in of(part) if c.ok is False and c.spoils_all)
 
 
+def cautions(part: Run | Stretch) -> str:
+    """What else is to be kept in mind with its figures, in words: too few of them, or not steady."""
+    return "; ".join(c.text for c in of(part) if c.ok is False and not c.spoils_all)
+
+
 def table(part: Run | Stretch) -> pd.DataFrame:
     """The checks for people."""
     words = {True: "yes", False: "NO", None: "unknown"}
@@ -73,18 +81,38 @@ def table(part: Run | Stretch) -> pd.DataFrame:
 
 def _load(stretch: Stretch) -> Check:
     samples = _samples_of(stretch)
+    if stretch.run.experiment["workload"].get("arrivals", "users") == "users":
+        return _users(stretch, samples)
     planned, sent = (_grown(samples, "load", f"{k}_requests") for k in ("planned", "sent"))
     if math.isnan(planned) or not planned:
-        return Check("load as planned", None, "users who wait: there is no plan to miss")
+        return Check("load as planned", None, "not sampled what was planned")
     missed = 1 - sent / planned
     # What is due at this moment may be under way: one request is no share of a few.
-    ok = abs(sent - planned) <= max(RATE * planned, 2.0)
+    ok = abs(sent - planned) <= max(RATE * planned, FEW)
     limit = stretch.run.experiment["workload"].get("max_concurrency")
     if not ok and limit:
         text = f"{missed:.1%} of the plan was held back by max_concurrency = {limit}, as asked"
         return Check("load as planned", True, text)
     word = "were never sent" if not ok else "missing"
     return Check("load as planned", ok, f"{missed:.1%} of {planned:.0f} planned requests {word}")
+
+
+def _users(stretch: Stretch, samples: pd.DataFrame) -> Check:
+    name, run = "load as planned", stretch.run
+    if run.changes["knob"].isin(["users", "shape"]).any():
+        return Check(name, None, "users were moved while it ran: there is no plan to miss")
+    load = run.experiment["workload"]
+    steps = [{"at_s": 0.0, "users": load["users"], "ramp_s": 0.0}, *load.get("stages", [])]
+    there = samples[(samples["source"] == "load") & (samples["metric"] == "users")]
+    begun = np.searchsorted([s["at_s"] for s in steps], there["time_s"], side="right") - 1
+    asked = np.array([s["users"] for s in steps], dtype=float)[begun]
+    settled_s = np.array([s["at_s"] + s["ramp_s"] + _GRACE_S for s in steps])[begun]
+    counted = (there["time_s"] >= settled_s).to_numpy()
+    if not asked[counted].sum():
+        return Check(name, None, "users were not sampled, or none were asked for")
+    mean, wanted = there["value"][counted].mean(), asked[counted].mean()
+    text = f"{mean:.4g} users on average, {wanted:.4g} were asked for"
+    return Check(name, bool(abs(mean - wanted) <= RATE * wanted), text)
 
 
 def _delay(stretch: Stretch) -> Check:
@@ -95,12 +123,14 @@ def _delay(stretch: Stretch) -> Check:
     if not len(waits):
         return Check("sent on time", None, "not recorded when requests were to be sent")
     late_s = measures.percentile(waits, 99)
-    limit_s = max(DELAY_S, DELAY_SHARE * measures.percentile(measures.ok(rows)["e2e_s"], 50))
     if limit := load.get("max_concurrency"):
         text = f"late by {late_s:.3f} s at p99, which max_concurrency = {limit} allows"
         return Check("sent on time", True, text)
-    ok = bool(late_s <= limit_s) if not math.isnan(limit_s) else None
-    return Check("sent on time", ok, f"late by {late_s:.3f} s at p99 (limit {limit_s:.3f} s)")
+    median_s = measures.percentile(measures.ok(rows)["e2e_s"], 50)
+    limit_s = max(DELAY_S, 0.0 if math.isnan(median_s) else DELAY_SHARE * median_s)
+    late = int((waits > limit_s).sum())
+    text = f"{late} of {len(waits)} were sent over {limit_s:.3f} s late ({late_s:.3f} s at p99)"
+    return Check("sent on time", late <= max(LATE * len(waits), FEW), text)
 
 
 def _cpu(stretch: Stretch) -> Check:
@@ -144,6 +174,11 @@ def _hits(stretch: Stretch) -> Check:
             "no answers from a cache", None, "no engine tells of a prefix cache that was asked"
         )
     text = f"{share:.1%} of prompt tokens came from the prefix cache (limit {HITS:.0%})"
+    settings = stretch.settings()
+    before = settings.get("prompt_template", "{prompt}").split("{prompt}")[0]
+    if share > HITS and before and settings.get("app") == "routed":
+        text += ": the template before each prompt is known to it, so this tells nothing"
+        return Check("no answers from a cache", None, text)
     return Check("no answers from a cache", share <= HITS, text)
 
 
@@ -157,22 +192,35 @@ def _enough(stretch: Stretch) -> Check:
 
 
 def _steady(stretch: Stretch) -> Check:
-    """By means of batches of successive requests, which unlike single ones are nearly independent
-    (Schmeiser 1982, Operations Research 30(3) 556-568)."""
-    name = "two halves agree"
-    load = stretch.run.experiment["workload"]
-    if load.get("diurnal") or load.get("arrivals") in ("on-off", "trace"):
+    """Whether its halves agree, and whether it is of a steady phase, which alone spoils nothing."""
+    name, table = "steady", phases.found(stretch.run)
+    width_s = np.clip(table["to_s"], None, stretch.to_s) - table["from_s"].clip(stretch.from_s)
+    share = width_s.clip(0).groupby(table["phase"]).sum() / max(stretch.to_s - stretch.from_s, 1e-9)
+    if share.get("varying", 0.0) > 0:
         return Check(name, None, "the load itself varies all the time")
-    values = measures.ok(stretch.requests())["e2e_s"].to_numpy(dtype=float)
-    size = len(values) // (2 * _BATCHES)
-    if not measures.enough(len(values), 95):
-        return Check(name, None, f"{len(values)} requests are too few to tell")
-    batches = values[: 2 * _BATCHES * size].reshape(2, _BATCHES, size).mean(axis=2)
-    first, second = batches.mean(axis=1)
-    error = math.sqrt(batches.var(axis=1, ddof=1).sum() / _BATCHES)
-    apart = abs(second - first) > max(_T * error, DRIFT * first)
-    text = f"mean latency of the halves: {first:.3g} and {second:.3g} s"
-    return Check(name, not apart, f"not steady: {text}" if apart else text)
+    rows = measures.ok(stretch.requests())
+    if measures.enough(len(rows), 95):
+        latency_s = rows["e2e_s"].to_numpy(dtype=float)
+        spans = np.linspace(stretch.from_s, stretch.to_s, 21)
+        rates = np.histogram(rows["ended_s"], spans)[0] / (spans[1] - spans[0])
+        mean, median, rate = (
+            phases.halves(v, figure, _T)
+            for v, figure in ((latency_s, np.mean), (latency_s, np.median), (rates, np.mean))
+        )
+        text = f"mean latency of the halves: {mean[0]:.3g} and {mean[1]:.3g} s"
+        if not mean[2] and median[2]:
+            text = f"median latency of the halves: {median[0]:.3g} and {median[1]:.3g} s"
+        elif not mean[2] and rate[2]:
+            text = f"throughput of the halves: {rate[0]:.3g} and {rate[1]:.3g} requests/s"
+        if mean[2] or median[2] or rate[2]:
+            return Check(name, False, f"not steady: {text}")
+    else:
+        text = f"{len(rows)} requests are too few to compare halves"
+    if share.get("steady", 0.0) < 1 - UNSTEADY:
+        other = " and ".join(str(k) for k, v in share.items() if k != "steady" and v)
+        text = f"not steady: {1 - share.get('steady', 0.0):.0%} of it is {other}"
+        return Check(name, False, text, spoils_all=False)
+    return Check(name, True if measures.enough(len(rows), 95) else None, text)
 
 
 def _samples_of(stretch: Stretch) -> pd.DataFrame:

@@ -13,6 +13,7 @@ from test_phases import made
 
 from kit import compare, explain, figures, measures, summary, validity
 from kit.store import Run
+from kit.stretch import Stretch
 
 
 def load_samples(run: Run, **values: object) -> Run:
@@ -61,6 +62,13 @@ def spoilt(run: Run, how: str) -> Run:
                 for m, v in counters.items()
             ]
             return replace(run, samples=pd.concat([run.samples, *more], ignore_index=True))
+        case "users":
+            load = run.experiment["workload"] | {"arrivals": "users", "users": 32}
+            closed = replace(run, experiment=run.experiment | {"workload": load})
+            return load_samples(closed, users=np.where(np.arange(120) < 4, 0.0, 30.0))
+        case "thins out":
+            kept = (np.arange(n) < 0.5 * n) | (np.arange(n) % 3 == 0)
+            return replace(run, requests=rows[kept])
         case "drift":
             slow = rows["e2e_s"] + np.where(np.arange(n) > 0.55 * n, 0.4, 0.0)
             return replace(run, requests=rows.assign(e2e_s=slow))
@@ -69,11 +77,13 @@ def spoilt(run: Run, how: str) -> Run:
 
 WORDS = {
     "load": "3.0% of 1190 planned requests were never sent",
-    "late": "late by 0.100 s at p99",
+    "late": r"1191 of 1191 were sent over 0.024 s late \(0.100 s at p99\)",
     "cpu": "the busiest load process takes 97% of a core",
     "errors": "5.0% of 119. attempts failed .* error",
     "cache": "60.0% of prompt tokens came from the prefix cache",
     "drift": "not steady: mean latency of the halves",
+    "users": "30 users on average, 32 were asked for",
+    "thins out": r"not steady: throughput of the halves: \d\d.* and [67].* requests/s",
 }
 
 
@@ -120,6 +130,43 @@ def test_an_invalid_run_wins_no_comparison(healthy: Run) -> None:
     assert set(found["verdict"]) == {"cannot tell"}
     assert any(w.startswith("**B is invalid**: 5.0% of") for w in compare.words(a, late, found))
     assert compare.compare(a, late, force=True).loc["e2e_p95_s", "verdict"] == "better"
+
+
+def test_what_is_not_steady_is_marked_and_not_invalid(healthy: Run) -> None:
+    latency_s = healthy.requests["e2e_s"] + 3 * np.exp(-np.arange(1200) / 40)
+    warm = replace(healthy, requests=healthy.requests.assign(e2e_s=latency_s))
+    assert validity.cautions(warm) == "", "the figures of a run are of its steady part"
+    early = Stretch(warm, 0.0, 20.0, "early")
+    assert re.fullmatch(r"not steady: \d\d% of it is warm-up", validity.cautions(early))
+    assert validity.invalid(early) == ""
+    found = compare.compare(early, compare.steady(warm), force=True)
+    said = compare.words(early, compare.steady(warm), found)
+    assert any(w.startswith("**A, mind**: not steady") for w in said)
+    assert not any(w.startswith("**B, mind**") for w in said)
+
+
+def test_what_is_as_it_should_be_raises_no_alarm(healthy: Run) -> None:
+    """A ramp of users, one late request of a few, requests cut by the end of the load, a template."""
+    stages = ({"at_s": 30.0, "users": 16, "rate_rps": None, "ramp_s": 10.0},)
+    load = healthy.experiment["workload"] | {"arrivals": "users", "users": 8, "stages": stages}
+    there = np.interp(np.arange(120) / 2, [0, 0.5, 30, 40], [0, 8, 8, 16])
+    ramped = load_samples(
+        replace(healthy, experiment=healthy.experiment | {"workload": load}), users=there
+    )
+    (planned,) = (c for c in validity.of(ramped) if c.name == "load as planned")
+    assert planned.ok
+    few = healthy.requests.iloc[:20]
+    one_late = few.assign(client_wait_s=np.where(np.arange(20) == 3, 0.2, 0.0))
+    assert validity.invalid(replace(healthy, requests=one_late)) == ""
+    last = np.arange(1200) >= 1180
+    cut = healthy.requests.assign(outcome=np.where(last, "cut", "ok"))
+    cut["e2e_s"] = cut["e2e_s"].where(~last, 60.1 - cut["sent_s"])
+    assert validity.invalid(replace(healthy, requests=cut)) == ""
+    template = {"app": "routed", "prompt_template": "Answer in one word. {prompt}"}
+    known = healthy.experiment | {"settings": healthy.experiment["settings"] | template}
+    told = replace(spoilt(healthy, "cache"), experiment=known)
+    assert validity.invalid(told) == ""
+    assert any("the template before each prompt" in c.text for c in validity.of(told))
 
 
 def test_a_bound_on_concurrency_holds_requests_back_as_asked(healthy: Run) -> None:
