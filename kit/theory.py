@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from kit.accelerator import VISION_APPS, profile, vision_profile
+from kit.accelerator import NO_ACCELERATOR, VISION_APPS, profile, vision_profile
 from kit.lengths import Lengths
 from kit.settings import Settings
 from kit.workload import Workload
@@ -46,8 +46,10 @@ def mean_wait_s(
     """Mean time that an arrival waits, infinite from saturation on.
 
     M/M/c by Erlang C, times (ca² + cs²) / 2 for other arrivals and services (Allen and Cunneen: Allen
-    1990, Probability, Statistics and Queueing Theory, 5.3). Exact for M/M/c and for M/G/1, where it is
-    Pollaczek's and Khinchine's formula; an approximation else.
+    1990, Probability, Statistics and Queueing Theory, 5.3), of which arrivals more even than Poisson's
+    leave the less the lower the load (`_evenness`). Exact for M/M/c and for M/G/1, where it is
+    Pollaczek's and Khinchine's formula; an approximation else, which of bursty arrivals at low load, and
+    of even ones at several servers, tells little more than the order.
 
     Args:
         rate_rps: λ.
@@ -60,7 +62,15 @@ def mean_wait_s(
     if load >= servers:
         return math.inf
     waits = erlang_c(servers, load) * service_s / (servers - load)
-    return waits * (arrival_cv2 + service_cv2) / 2
+    varies = arrival_cv2 + service_cv2
+    return waits * varies / 2 * _evenness(load / servers, arrival_cv2, varies)
+
+
+def _evenness(utilisation: float, arrival_cv2: float, varies: float) -> float:
+    """Factor for ca² < 1 (Krämer and Langenbach-Belz 1976, 8th International Teletraffic Congress)."""
+    if arrival_cv2 >= 1 or not utilisation * varies:
+        return 1.0
+    return math.exp(-2 * (1 - utilisation) * (1 - arrival_cv2) ** 2 / (3 * utilisation * varies))
 
 
 def waits_s(arrivals_s: Floats, services_s: Floats, servers: int = 1) -> Floats:
@@ -121,6 +131,8 @@ class Theory:
 def of(settings: Settings, workload: Workload, replicas: int | None = None) -> Theory:
     """The theory of a deployment under the lengths that a workload draws.
 
+    Formulas are of one queue that all replicas serve, and of all requests being accepted and answered.
+
     Args:
         settings: the app on an emulated accelerator.
         workload: its lengths, and the burstiness of its arrivals.
@@ -134,6 +146,10 @@ def of(settings: Settings, workload: Workload, replicas: int | None = None) -> T
     unknown = Theory(math.nan, math.nan, math.nan, servers, arrival_cv2, "none")
     if settings.engine != "emulated":
         return _without(unknown, f"times of {settings.engine} are known by measuring only")
+    if settings.accelerator == NO_ACCELERATOR:
+        return _without(
+            unknown, "with no accelerator there is only plumbing, whose times are measured"
+        )
     if settings.app in ("unbatched", "resnet50"):
         services = services_s(settings, workload)
         mean_s = float(services.mean())
@@ -146,12 +162,18 @@ def of(settings: Settings, workload: Workload, replicas: int | None = None) -> T
             return _without(known, "the number of replicas changes")
         if math.isnan(arrival_cv2):
             return _without(known, f"no formula for arrivals of kind {workload.arrivals!r}")
+        if workload.diurnal:
+            return _without(known, "no formula for a rate that goes with the hours of a day")
+        if settings.max_queued_requests >= 0:
+            queued = settings.max_queued_requests
+            return _without(known, f"max_queued_requests = {queued} rejects what would have waited")
         return known
     if settings.app in ("batched", "resnet50-batched"):
-        size = settings.max_batch_size
-        batch_s = _mean_batch_s(settings, workload, size)
-        full = Theory(servers * size / batch_s, math.nan, math.nan, servers, arrival_cv2,
-                      f"full batches of {size}")  # fmt: skip
+        size = min(settings.max_batch_size, settings.max_ongoing_requests)
+        limit = settings.max_batch_tokens if settings.app == "batched" else None
+        bound = f"full batches of {size}" + (f" or {limit} tokens" if limit else "")
+        capacity = servers * _full_rps(settings, workload, size, limit)
+        full = Theory(capacity, math.nan, math.nan, servers, arrival_cv2, bound)
         return _without(
             full, "waits of batches have no simple formula; the capacity is of full ones"
         )
@@ -168,10 +190,26 @@ def _drawn(settings: Settings, workload: Workload, n: int) -> list[tuple[int, in
     return [(p, min(o, cap)) for p, o in (lengths[k] for k in range(n))]
 
 
-def _mean_batch_s(settings: Settings, workload: Workload, size: int) -> float:
+def _full_rps(settings: Settings, workload: Workload, size: int, limit: int | None) -> float:
+    """Requests a second of one replica whose batches are all as full as may be."""
     pairs = _drawn(settings, workload, max(_DRAWN // 4, 16 * size))
-    batches = [pairs[k : k + size] for k in range(0, len(pairs) - size + 1, size)]
-    return float(np.mean([_batch_s(settings, batch) for batch in batches]))
+    whole = _filled(pairs, size, limit)[:-1]  # the last one only ran out of requests
+    return sum(map(len, whole)) / sum(_batch_s(settings, batch) for batch in whole)
+
+
+def _filled(
+    pairs: list[tuple[int, int]], size: int, limit: int | None
+) -> list[list[tuple[int, int]]]:
+    """Batches in order of arrival, of so many requests and tokens at most; one request always fits."""
+    batches: list[list[tuple[int, int]]] = []
+    left, tokens = 0, 0.0
+    for pair in pairs:
+        left, tokens = left - 1, tokens - sum(pair)
+        if left < 0 or tokens < 0:
+            batches.append([])
+            left, tokens = size - 1, (limit or math.inf) - sum(pair)
+        batches[-1].append(pair)
+    return batches
 
 
 def _batch_s(settings: Settings, pairs: list[tuple[int, int]]) -> float:

@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 
 from kit import figures_load, measures, saturation, theory
+from kit.accelerator import profile
+from kit.lengths import days
 from kit.serving import Serving
 from kit.settings import Settings
 from kit.store import Run
@@ -47,6 +49,19 @@ def test_the_recursion_over_requests_has_the_mean_of_the_formula(
     assert mean_s == pytest.approx(expected_s, rel=0.05)
 
 
+@pytest.mark.parametrize("arrival_cv2", [0.0, 0.25])
+@pytest.mark.parametrize("rho", [0.3, 0.5, 0.7, 0.9])
+def test_arrivals_more_even_than_poissons_wait_less(rho: float, arrival_cv2: float) -> None:
+    # Without the factor of Krämer and Langenbach-Belz 14 times too much at 0.3, 1.5 times at 0.7.
+    rng = np.random.default_rng(0)
+    n = 200_000
+    gaps = rng.gamma(1 / arrival_cv2, arrival_cv2, n) if arrival_cv2 else np.ones(n)
+    services_s = rng.gamma(2.0, 0.5, n)
+    mean_s = theory.waits_s(np.cumsum(gaps) / rho, services_s).mean()
+    assert theory.mean_wait_s(rho, 1.0, 1, 0.5, arrival_cv2) == pytest.approx(mean_s, rel=0.2)
+    assert theory.mean_wait_s(rho, 1.0, 1, 0.0, 0.0) == 0  # one by one, and never late
+
+
 def test_the_recursion_by_hand() -> None:
     waits = theory.waits_s(np.array([0.0, 1.0, 1.5, 9.0]), np.array([3.0, 1.0, 1.0, 1.0]))
     assert waits.tolist() == [0.0, 2.0, 2.5, 0.0]
@@ -73,16 +88,39 @@ def test_what_theory_knows_of_each_app() -> None:
     assert batched.capacity_rps == pytest.approx(2.5, rel=0.07)
     assert "no simple formula" in batched.why
     assert np.isnan(batched.curve(np.array([1.0]))["mean_wait_s"]).all()
+    plumbing = Settings(app="unbatched", accelerator="none")
     for other, why in (
+        (plumbing, "only plumbing"),
+        (plumbing.replace(app="batched"), "only plumbing"),
+        (Settings(app="unbatched", max_queued_requests=3), "max_queued_requests = 3 rejects"),
         (Settings(app="continuous"), "no closed form"),
         (Settings(app="unbatched", num_replicas="auto", max_replicas=3), "replicas changes"),
     ):
         assert why in theory.of(other, w).why
+        assert np.isnan(theory.of(other, w).curve(np.array([1.0]))["mean_wait_s"]).all()
+    by_day = Workload(arrivals="poisson", diurnal=days()[0])
+    assert "hours of a day" in theory.of(Settings(app="unbatched"), by_day).why
     images = theory.of(
         Settings(app="resnet50", accelerator="resnet50.t4-tf20.06-amp-xla", num_replicas=3), w
     )
     assert images.service_cv2 == pytest.approx(0)
     assert images.formula == "M/G/3"
+
+
+def test_full_batches_are_bounded_by_requests_tokens_and_what_a_replica_takes() -> None:
+    w = Workload(arrivals="poisson", prompt_tokens=100, output_tokens=50)
+
+    def rps(**knobs: object) -> float:
+        return theory.of(Settings(**({"max_batch_size": 16} | knobs)), w).capacity_rps
+
+    # 600 tokens are four such requests, and 100 not even one, which then goes alone.
+    assert rps(max_batch_tokens=600) == pytest.approx(rps(max_batch_size=4))
+    assert rps(max_batch_tokens=100) == pytest.approx(rps(max_batch_size=1))
+    assert rps(max_batch_tokens=16 * 150) == pytest.approx(rps())
+    assert rps(max_ongoing_requests=4) == pytest.approx(rps(max_batch_size=4))
+    h100 = profile(Settings().accelerator)
+    assert rps() == pytest.approx(16 / h100.static_batch_s([100] * 16, [50] * 16))
+    assert theory.of(Settings(max_batch_tokens=600), w).formula == "full batches of 8 or 600 tokens"
 
 
 def made(rates: list[float], service_s: float, seconds: float = 40.0) -> Run:
