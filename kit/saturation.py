@@ -16,18 +16,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kit import experiment, measures, theory
+from kit import experiment, measures, theory, validity
 from kit.experiment import Experiment, Slo
 from kit.serving import Serving
 from kit.settings import Settings
 from kit.store import Run
+from kit.stretch import Stretch
 from kit.workload import Stage, Workload, WorkloadError
 
 SETTLE = 0.3
 """Share of each step left out at its start."""
 KEPT = 0.95
 """A server keeps up with a rate of which it answers this share."""
-_SHARES = (0.2, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.15)
+_SPREAD = 2.0
+"""Of few requests a few less are chance: so many times the root of their number, Poisson's spread."""
+_SHARES = (0.2, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.6)
+"""The last so far above the capacity that a hundred requests tell it from chance."""
+_OF_LOAD = ("load as planned", "load generator keeps up")
+"""What `kit.validity` checks of the sending alone: errors and waits are what a ramp is for."""
 
 
 def ramp(
@@ -40,14 +46,17 @@ def ramp(
     folder: Path | None = None,
     progress: bool = True,
 ) -> Run:
-    """Send rising rates to a deployment, each for `step_s`; `curve` reads the run.
+    """Send rising rates to a deployment, each for `step_s`, then none until all are answered, as long.
+
+    `curve` reads the run.
 
     Args:
         settings: what to deploy.
         workload: its lengths; its arrivals where they have a rate, else Poisson's.
         serving: where.
-        rates_rps: rising; by default shares from 0.2 to 1.15 of the capacity that theory knows.
-        step_s: seconds of each rate.
+        rates_rps: rising; by default shares from 0.2 to 1.6 of the capacity that theory knows.
+        step_s: seconds of each rate: several times a request's latency. Saturation shows surely from
+            about a hundred requests a step on.
         slo: what counts as good; the default promises.
         folder: takes the run.
         progress: whether to draw a progress bar.
@@ -63,27 +72,36 @@ def ramp(
     rates = [float(r) for r in rates_rps]
     if not rates or rates[0] <= 0 or any(b <= a for a, b in itertools.pairwise(rates)):
         raise WorkloadError(f"rates_rps = {rates}: must be above 0 and rise")
+    about = Experiment(settings, _steps(workload, rates, step_s), slo=slo or Slo(), name="ramp")
+    return experiment.run(about, serving, folder, progress)
+
+
+def _steps(workload: Workload, rates: list[float], step_s: float) -> Workload:
+    """The workload with these rates one after the other, and then none while what waits is answered."""
     kind = workload.arrivals if workload.arrivals in ("gamma", "constant") else "poisson"
-    steps = tuple(Stage(at_s=k * step_s, rate_rps=r) for k, r in enumerate(rates) if k)
+    later = [*rates[1:], 0.0]
+    steps = tuple(Stage(at_s=k * step_s, rate_rps=r) for k, r in enumerate(later, 1))
+    burstiness = workload.burstiness if kind == "gamma" else 1.0
     load = workload.model_dump() | {
         "arrivals": kind, "rate_rps": rates[0], "stages": steps, "diurnal": "", "trace": "",
-        "duration_s": step_s * len(rates),
+        "burstiness": burstiness, "duration_s": step_s * (len(rates) + 1),
     }  # fmt: skip
-    about = Experiment(settings, Workload(**load), slo=slo or Slo(), name="ramp")
-    return experiment.run(about, serving, folder, progress)
+    return Workload(**load)
 
 
 def curve(run: Run) -> pd.DataFrame:
     """What each rate of a ramp led to, a row each, in order.
 
     Latencies are of the requests that were due within a step's later part, throughput is of what was
-    answered then.
+    answered then. Rates of nothing have no row.
 
     Returns:
         `rate_rps` asked for, `planned_rps` as drawn, `sent_rps`, `throughput_rps`, `goodput_rps` (within
         the run's SLO), `e2e_p50_s`, `e2e_p95_s`, `response_p50_s`, `response_p95_s`, `response_mean_s`,
-        `queueing_p95_s`, `in_flight` and `replicas` (means over time), `requests`, and `saturated`: less
-        than `KEPT` of the plan was answered, or some of its requests never were.
+        `queueing_p95_s`, `inference_p50_s`, `in_flight` and `replicas` (means over time), `requests`,
+        `saturated` (less than `KEPT` of the plan was answered then, by more than chance and while latency
+        rose, or less than that ever), and
+        `invalid`: why the load was not as planned, by `kit.validity`; empty when it was.
     """
     load = run.experiment["workload"]
     starts = [0.0, *(s["at_s"] for s in load["stages"])]
@@ -93,6 +111,7 @@ def curve(run: Run) -> pd.DataFrame:
     rows = [
         _step(run, ended, rate, start_s + SETTLE * (end_s - start_s), end_s)
         for rate, start_s, end_s in zip(rates, starts, ends, strict=True)
+        if rate > 0
     ]
     return pd.DataFrame(rows)
 
@@ -120,17 +139,32 @@ def _step(
     row["response_mean_s"] = good["response_s"].mean()
     row["queueing_p95_s"] = measures.percentile(good["queueing_s"], 95)
     row["in_flight"] = measures.mean_in_flight(run, from_s, to_s)
+    row["inference_p50_s"] = measures.percentile(good["inference_s"], 50)
     replicas = measures.series(run, "serve", "running_replicas")
     row["replicas"] = replicas[(replicas.index >= from_s) & (replicas.index < to_s)].mean()
     row["requests"] = len(due)
-    # Of few requests a few less are chance: Poisson's spread is the root of their number.
-    missing = len(due) - len(done)
-    unanswered = len(due) - len(good)
+    missing, unanswered = len(due) - len(done), len(due) - len(good)
+    chance = _SPREAD * math.sqrt(max(len(due), 1))
+    behind = missing > max((1 - KEPT) * len(due), chance)
+    # Answers to long requests come after the step, however idle the server: then latency stays as it is.
     row["saturated"] = bool(
-        missing > max((1 - KEPT) * len(due), 3 * math.sqrt(max(len(due), 1)))
-        or unanswered > (1 - KEPT) * len(due)
+        (behind and _rises(good, from_s, to_s)) or unanswered > (1 - KEPT) * len(due)
     )
+    checks = validity.of(Stretch(run, from_s, to_s, f"{rate:g} requests/s"))
+    row["invalid"] = "; ".join(c.text for c in checks if c.name in _OF_LOAD and c.ok is False)
     return row
+
+
+def _rises(good: pd.DataFrame, from_s: float, to_s: float) -> bool:
+    """Whether latency rises as where less than `KEPT` of what is due is answered, by more than chance.
+
+    Of requests due t seconds apart the later waits t / KEPT - t longer, where just so much is answered.
+    """
+    later = good["intended_s"] >= (from_s + to_s) / 2
+    halves = [good.loc[part, "response_s"] for part in (~later, later)]
+    chance_s = _SPREAD * math.sqrt(sum(h.var() / max(len(h), 1) for h in halves))
+    rise_s = halves[1].mean() - halves[0].mean()
+    return bool(rise_s > max((1 / KEPT - 1) * (to_s - from_s) / 2, chance_s))
 
 
 @dataclass(frozen=True)
@@ -147,16 +181,12 @@ class Knee:
 
 
 def knee(table: pd.DataFrame) -> Knee:
-    """Where the curve of a ramp bends, from what `curve` gives."""
+    """Where the curve of a ramp bends, from what `curve` gives; steps of an invalid load do not count."""
+    table = table[table["invalid"] == ""]
     kept = (table["goodput_rps"] >= KEPT * table["planned_rps"]).to_numpy()
     first_missed = int(np.argmin(kept)) if not kept.all() else len(kept)
     within = table["rate_rps"].iloc[first_missed - 1] if first_missed else math.nan
     power = table["throughput_rps"] / table["response_mean_s"]
-    full = table["saturated"].any()
-    return Knee(
-        float(within),
-        float(table["rate_rps"].iloc[int(power.to_numpy().argmax())])
-        if power.notna().any()
-        else math.nan,
-        float(table["throughput_rps"].max()) if full else math.nan,
-    )
+    best = table["rate_rps"].iloc[int(power.argmax())] if power.notna().any() else math.nan
+    full = table["throughput_rps"].max() if table["saturated"].any() else math.nan
+    return Knee(float(within), float(best), float(full))

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from kit import figures_load, measures, saturation, theory
@@ -14,8 +13,7 @@ from kit.accelerator import profile
 from kit.lengths import days
 from kit.serving import Serving
 from kit.settings import Settings
-from kit.store import Run
-from kit.workload import Workload, WorkloadError
+from kit.workload import Workload
 
 
 @pytest.mark.parametrize(
@@ -121,77 +119,6 @@ def test_full_batches_are_bounded_by_requests_tokens_and_what_a_replica_takes() 
     h100 = profile(Settings().accelerator)
     assert rps() == pytest.approx(16 / h100.static_batch_s([100] * 16, [50] * 16))
     assert theory.of(Settings(max_batch_tokens=600), w).formula == "full batches of 8 or 600 tokens"
-
-
-def made(rates: list[float], service_s: float, seconds: float = 40.0) -> Run:
-    """A ramp of M/M/1, simulated."""
-    from dataclasses import replace
-
-    from fakes import fake_run, requests_table
-
-    from kit.experiment import Experiment
-    from kit.workload import Stage
-
-    rng = np.random.default_rng(5)
-    stages = tuple(Stage(at_s=k * seconds, rate_rps=r) for k, r in enumerate(rates) if k)
-    load = Workload(
-        arrivals="poisson", rate_rps=rates[0], stages=stages, duration_s=seconds * len(rates)
-    )
-    sent = np.concatenate(
-        [
-            np.sort(rng.uniform(k, k + 1, rng.poisson(r * seconds))) * seconds
-            for k, r in enumerate(rates)
-        ]
-    )
-    services = rng.exponential(service_s, len(sent))
-    e2e = theory.waits_s(sent, services) + services
-    table = requests_table(len(sent)).assign(
-        sent_s=sent,
-        intended_s=sent,
-        client_wait_s=0.0,
-        e2e_s=e2e,
-        response_s=e2e,
-        queueing_s=e2e - services,
-    )
-    grid = np.arange(0, load.duration_s, 0.5)
-    area_s = [np.clip(t - sent, 0, e2e).sum() for t in grid]
-    samples = pd.DataFrame(
-        {"time_s": grid, "source": "load", "metric": "in_flight_s", "value": area_s}
-    )
-    about = Experiment(Settings(app="unbatched"), load).as_dict()
-    about["slo"] = {"e2e_p95_s": 1.0}
-    run = fake_run(4)
-    return replace(run, experiment=about, requests=table, samples=samples, changes=run.changes[:0])
-
-
-def test_the_curve_of_a_simulated_server_and_its_knees() -> None:
-    service_s = 0.05  # capacity 20 requests/s; power is highest at half of it
-    run = made([4.0, 7.0, 10.0, 13.0, 16.0, 26.0], service_s)
-    table = saturation.curve(run)
-    steady = table[~table["saturated"]]
-    assert table["saturated"].tolist() == [False] * 5 + [True]
-    expected = [theory.mean_wait_s(r, service_s) + service_s for r in steady["planned_rps"]]
-    assert steady["response_mean_s"].head(4).to_numpy() == pytest.approx(expected[:4], rel=0.3)
-    # Little's law on sampled requests under way.
-    law = steady["throughput_rps"] * steady["response_mean_s"]
-    assert steady["in_flight"].to_numpy() == pytest.approx(law.to_numpy(), rel=0.1)
-    bend = saturation.knee(table)
-    assert bend.power_rps in (7.0, 10.0, 13.0)
-    assert bend.capacity_rps == pytest.approx(1 / service_s, rel=0.1)
-    assert bend.slo_rps in (13.0, 16.0)
-    assert figures_load.load_latency(run).axes
-
-
-@pytest.mark.parametrize(
-    ("rates", "words"),
-    [(None, "rates_rps is missing: no closed form"), ([], "must be above 0 and rise"),
-     ([3.0, 2.0], "must be above 0 and rise"), ([0.0], "must be above 0 and rise")],
-)  # fmt: skip
-def test_rates_that_cannot_be_a_ramp_are_refused_before_anything_runs(
-    rates: list[float] | None, words: str
-) -> None:
-    with pytest.raises(WorkloadError, match=words):
-        saturation.ramp(Settings(app="continuous"), Workload(), None, rates)  # type: ignore[arg-type]
 
 
 def test_the_emulated_app_obeys_theory(as_left: Serving, tmp_path: Path) -> None:
