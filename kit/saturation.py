@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import pandas as pd
 
 from kit import experiment, measures, theory, validity
 from kit.experiment import Experiment, Slo
+from kit.load import LoadError
 from kit.serving import Serving
 from kit.settings import Settings
 from kit.store import Run
@@ -34,6 +36,8 @@ _SHARES = (0.2, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.6)
 """The last so far above the capacity that a hundred requests tell it from chance."""
 _OF_LOAD = ("load as planned", "load generator keeps up")
 """What `kit.validity` checks of the sending alone: errors and waits are what a ramp is for."""
+_MOST = 12
+"""Doublings of a rate in search of the capacity."""
 
 
 def ramp(
@@ -54,7 +58,8 @@ def ramp(
         settings: what to deploy.
         workload: its lengths; its arrivals where they have a rate, else Poisson's.
         serving: where.
-        rates_rps: rising; by default shares from 0.2 to 1.6 of the capacity that theory knows.
+        rates_rps: rising; by default shares from 0.2 to 1.6 of the capacity that theory knows, or else
+            of the one that `capacity_rps` finds.
         step_s: seconds of each rate: several times a request's latency. Saturation shows surely from
             about a hundred requests a step on.
         slo: what counts as good; the default promises.
@@ -62,18 +67,59 @@ def ramp(
         progress: whether to draw a progress bar.
 
     Raises:
-        WorkloadError: without rates where theory knows no capacity, or with rates that do not rise.
+        WorkloadError: with rates that do not rise.
+        LoadError: when the load generator fails while the capacity is searched.
     """
     if rates_rps is None:
-        known = theory.of(settings, workload)
-        if math.isnan(known.capacity_rps):
-            raise WorkloadError(f"rates_rps is missing: {known.why}, so give rates that rise")
-        rates_rps = [round(share * known.capacity_rps, 3) for share in _SHARES]
+        full_rps = theory.of(settings, workload).capacity_rps
+        if math.isnan(full_rps):
+            full_rps = capacity_rps(settings, workload, serving, step_s=step_s, progress=progress)
+        rates_rps = [round(share * full_rps, 3) for share in _SHARES]
     rates = [float(r) for r in rates_rps]
     if not rates or rates[0] <= 0 or any(b <= a for a, b in itertools.pairwise(rates)):
         raise WorkloadError(f"rates_rps = {rates}: must be above 0 and rise")
     about = Experiment(settings, _steps(workload, rates, step_s), slo=slo or Slo(), name="ramp")
     return experiment.run(about, serving, folder, progress)
+
+
+def capacity_rps(
+    settings: Settings,
+    workload: Workload,
+    serving: Serving,
+    from_rps: float = 1.0,
+    step_s: float = 8.0,
+    progress: bool = True,
+) -> float:
+    """The most requests/s that a deployment answers: the rate doubles until it no longer keeps up.
+
+    Each rate is a run of its own that is not kept, so that nothing is sent after the first too many.
+
+    Args:
+        from_rps: the first rate.
+        step_s: seconds of each rate, and of the pause after it: several times a request's latency.
+
+    Raises:
+        LoadError: when the load generator died or could not send as planned, or no rate was too much.
+        KeyboardInterrupt: when a run was interrupted.
+    """
+    rates = [from_rps * 2**k for k in range(_MOST)]
+    most_rps = 0.0
+    for rate in rates:
+        name = f"search at {rate:g} requests/s"
+        about = Experiment(settings, _steps(workload, [rate], step_s), name=name)
+        with tempfile.TemporaryDirectory() as place:
+            run = experiment.run(about, serving, Path(place), progress)
+        if run.status == "interrupted":
+            raise KeyboardInterrupt
+        step = curve(run).iloc[0]
+        if run.status == "failed" or step["invalid"]:
+            raise LoadError(f"{name} failed: {step['invalid'] or ' / '.join(run.notes)}")
+        most_rps = max(most_rps, float(step["throughput_rps"]))
+        if step["saturated"]:
+            return most_rps
+    raise LoadError(
+        f"{rates[-1]:g} requests/s did not saturate the server: begin with a higher rate"
+    )
 
 
 def _steps(workload: Workload, rates: list[float], step_s: float) -> Workload:

@@ -1,4 +1,4 @@
-"""Ramps: what is asked for, and what a curve tells of it."""
+"""Ramps: what is asked for, what a curve tells of it, and when a search for the capacity ends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fakes import fake_run, requests_table
 
 from kit import experiment, figures_load, saturation, theory
 from kit.experiment import Experiment
+from kit.load import LoadError
 from kit.settings import Settings
 from kit.store import Run
 from kit.workload import Stage, Workload, WorkloadError
@@ -132,6 +133,35 @@ def test_by_default_rates_lead_past_the_capacity_that_theory_knows(
     assert not table["saturated"].head(6).any()
     assert table["saturated"].iloc[-1]
     assert saturation.knee(table).capacity_rps == pytest.approx(capacity, rel=0.15)
+
+
+def test_a_capacity_that_theory_does_not_know_is_searched_and_the_search_stops_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = sent_to(monkeypatch, emulated)  # answers 20 requests/s
+    saturation.ramp(Settings(app="continuous"), Workload(), NOWHERE, step_s=20.0)
+    *searched, ramp = [about.workload for about in asked]
+    assert [w.rate_rps for w in searched] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    most = [s.rate_rps for s in ramp.stages][-2]
+    assert most is not None
+    assert most / 1.6 == pytest.approx(20, rel=0.1)
+
+
+def test_a_search_that_finds_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = sent_to(monkeypatch, lambda about: emulated(about, 1e-9))
+    with pytest.raises(LoadError, match=r"2\.048 requests/s did not saturate.*higher rate"):
+        saturation.capacity_rps(SINGLE, Workload(), NOWHERE, from_rps=0.001)
+    assert len(asked) == 12
+
+    def died(about: Experiment) -> Run:
+        return replace(emulated(about), status="failed", notes=("the load generator died",))
+
+    asked = sent_to(monkeypatch, died)
+    with pytest.raises(LoadError, match="search at 5 requests/s failed: the load generator died"):
+        saturation.capacity_rps(SINGLE, Workload(), NOWHERE, from_rps=5.0)
+    sent_to(monkeypatch, lambda about: replace(emulated(about), status="interrupted"))
+    with pytest.raises(KeyboardInterrupt):
+        saturation.capacity_rps(SINGLE, Workload(), NOWHERE, from_rps=5.0)
 
 
 def sampled(run: Run, metric: str, values: np.ndarray) -> pd.DataFrame:
