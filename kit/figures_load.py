@@ -18,6 +18,8 @@ from kit.store import Run
 from kit.workload import Workload
 
 _THEORY: dict[str, Any] = {"color": "black", "ls": "--", "lw": 1.2}
+_ROOM = 1.6
+"""Axes end so far above the highest step that kept up: a saturated one grows as long as it lasts."""
 _LEGEND: dict[str, Any] = {"fontsize": 7, "frameon": False}
 
 
@@ -52,6 +54,10 @@ def load_latency(run: Run) -> Figure:
                 ax.axvline(x, color="#CC79A7", ls=dash, lw=1.2, zorder=0)
         ax.legend(loc="upper left", **_LEGEND)
     note = f"theory: {known.formula}" + (f" ({known.why})" if known.why else "")
+    wrong = table.loc[table["invalid"] != "", ["rate_rps", "invalid"]]
+    if len(wrong):
+        rate, why = wrong.iloc[0]
+        note += f"\nINVALID {len(wrong)} of {len(table)} rates, first {_rate(rate)}: {why}"
     bends = (
         f"knee: promises kept up to {_rate(bend.slo_rps)} (line), most power at "
         f"{_rate(bend.power_rps)} (dots)"
@@ -81,7 +87,7 @@ def _latency(ax: Axes, table: pd.DataFrame, run: Run) -> float:
             ax.axhline(limit_s, color="#D55E00", lw=1, ls="--", label=f"SLO E2E p95 {limit_s:g} s")
     steady = table.loc[~table["saturated"], "response_p95_s"].max()
     highest = table["response_p95_s"].max()
-    return float(highest if math.isnan(steady) else min(highest, 4 * steady))
+    return float(highest if math.isnan(steady) else min(highest, _ROOM * steady))
 
 
 def _points(ax: Axes, table: pd.DataFrame, column: str, name: str, colour: str) -> None:
@@ -115,7 +121,9 @@ def _under_way(ax: Axes, table: pd.DataFrame, lines: pd.DataFrame) -> None:
         table["planned_rps"], law, "x", color="black", ms=6, label="Little's law: λ W, measured"
     )
     top = table.loc[~table["saturated"], "in_flight"].max()
-    top = table["in_flight"].max() if math.isnan(top) else min(table["in_flight"].max(), 4 * top)
+    top = (
+        table["in_flight"].max() if math.isnan(top) else min(table["in_flight"].max(), _ROOM * top)
+    )
     inside = lines["in_system"].to_numpy() <= 1.3 * top
     if inside.any():
         ax.plot(lines["rate_rps"][inside], lines["in_system"][inside], label="theory", **_THEORY)

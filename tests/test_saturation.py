@@ -181,6 +181,8 @@ def test_a_step_that_was_not_sent_as_planned_is_invalid_and_makes_no_knee() -> N
     assert not math.isnan(saturation.knee(saturation.curve(run)).capacity_rps)
     assert math.isnan(saturation.knee(table).capacity_rps)
     assert saturation.knee(table).power_rps in (5.0, 10.0)
+    title = figures_load.load_latency(late).get_suptitle()
+    assert "INVALID 1 of 3 rates, first 30 requests/s" in title
 
 
 def test_a_step_in_which_nothing_was_answered_is_not_the_one_of_most_power() -> None:
