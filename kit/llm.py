@@ -7,6 +7,7 @@ app's entrance, `kit.api` puts HTTP in front of it; behind a `Router` it is call
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from kit.api import complete, make_api
-from kit.batching import DynamicBatching
+from kit.batching import SERVED, DynamicBatching
 from kit.contract import Answer, Call
 from kit.engine import Batching, Continuing, Done, Engine, EngineDead, Job, Sink
 from kit.postprocess import Policy, StreamCleaner, compile_schema, policy
@@ -96,7 +97,8 @@ class Model(Replica):
         clean = StreamCleaner(self._policy) if self._postprocess is not None else None
         with self.counted():
             job = self._admit(call, arrived_s, sink)
-            task = asyncio.create_task(self._executed(job))
+            context = contextvars.copy_context()
+            task = asyncio.create_task(self._executed(job), context=context)
             task.add_done_callback(lambda _: sink.close())
             try:
                 async for text, _ in sink:
@@ -107,6 +109,7 @@ class Model(Replica):
             finally:
                 # Also when the client left: its slot and its KV cache are free at once.
                 task.cancel()
+        SERVED.set(context.get(SERVED))  # a task keeps what it was told to itself
         # The last token may be on its way before this is: it went back when it was done.
         rest = clean.feed("", last=True) if clean else ""
         yield self._answer(job, call, done, rest, done.done_s)
