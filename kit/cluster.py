@@ -21,6 +21,7 @@ NODE_IP = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
 said: deque[str] = deque(maxlen=50)
 """What Ray wanted to tell whoever started it, the newest last."""
 _watchdog: subprocess.Popen[bytes] | None = None
+_METRICS_INTERVAL_MS = "RAY_metrics_report_interval_ms"
 
 
 class ServingError(RuntimeError):
@@ -55,7 +56,7 @@ def start_ray(settings: Settings, port: int, num_cpus: int | None) -> str:
         name = f"RAY_SERVE_{side}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
         os.environ[name] = str(settings.metrics_interval_s)
     # By default Ray's processes hand over their metrics every 10 s, for which each run would wait.
-    os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")
+    os.environ.setdefault(_METRICS_INTERVAL_MS, "2000")
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if settings.proxy == "haproxy" else "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # torch warns of the pynvml alias in every worker that imports it; this one text only.
@@ -79,6 +80,11 @@ def start_ray(settings: Settings, port: int, num_cpus: int | None) -> str:
 
 def _hear(data: dict[str, Any], ignore_prefix: bool) -> None:
     said.extend(str(line).strip() for line in data["lines"])
+
+
+def metrics_interval_s() -> float:
+    """How often Ray's processes hand over their metrics where this process started Ray."""
+    return max(1.0, float(os.environ[_METRICS_INTERVAL_MS]) / 1e3)  # Ray does not go below
 
 
 def stop_ray() -> None:

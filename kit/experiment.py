@@ -131,7 +131,8 @@ def run(
         serving: where; by default one is started and shut down again.
         folder: takes the run; default `data/runs/<run id>`.
         progress: whether to draw a progress bar.
-        agreement: whether to read what Serve counted meanwhile, for `kit.agreement`; takes 2 s.
+        agreement: whether to read what Serve counted meanwhile, for `kit.agreement`: up to 3 s
+            more before and after the load; up to 11 s each in a cluster that others started.
 
     Raises:
         ServingError: when the app cannot be deployed.
@@ -281,9 +282,12 @@ class _Attempt:
         done = replace(self._so_far(), status=status)
         store.write(done)
         if self.counted is not None:
-            answered = int((self.load.rows()["outcome"] == "ok").sum())
+            answered = int(self.load.rows()["outcome"].isin(serve_metrics.ANSWERED).sum())
             counted = serve_metrics.end(self.counted, self.serving, answered)
             counted.to_csv(done.folder / store.COUNTED, index=False)
+            if why := counted.attrs.get(serve_metrics.WHY):
+                self.notes.append(f"{serve_metrics.UNREAD}{why}")
+                store.write(replace(self._so_far(), status=status))
         whole = store.load(done.folder)
         if status == "complete" and not len(whole.requests):
             raise StoreError(
