@@ -71,7 +71,7 @@ class Model(Replica):
             BadRequest: when it cannot be served as it is.
         """
         arrived_s = arrived_s or time.monotonic()
-        with self.counted():
+        with self.counted(arrived_s):
             job = self._admit(call, arrived_s)
             done = await self._executed(job)
             text, returned_s = done.text, done.done_s
@@ -95,7 +95,7 @@ class Model(Replica):
             raise BadRequest("structured output is checked as a whole: it cannot be streamed")
         sink = Sink()
         clean = StreamCleaner(self._policy) if self._postprocess is not None else None
-        with self.counted():
+        with self.counted(arrived_s):
             job = self._admit(call, arrived_s, sink)
             context = contextvars.copy_context()
             task = asyncio.create_task(self._executed(job), context=context)

@@ -113,9 +113,11 @@ class Replica:
         }
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Around a request: it is ongoing meanwhile."""
+    def counted(self, arrived_s: float | None = None) -> Iterator[None]:
+        """Around a request: it is ongoing meanwhile, and has been since it arrived."""
         self._count(1)
+        if arrived_s is not None:
+            self._ongoing_s += self._counted_s - arrived_s
         try:
             yield
         finally:

@@ -91,7 +91,7 @@ class _Vision(Replica):
 
     async def _classify(self, request: Request) -> Response:
         arrived_s = arrival_s(request)
-        with self.counted():
+        with self.counted(arrived_s):
             try:
                 # In a thread, for a large image takes a while; before the batch, which it could spoil.
                 image = await asyncio.to_thread(pixels, await request.body())

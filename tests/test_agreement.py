@@ -12,7 +12,7 @@ import pytest
 import requests
 from fakes import fake_run, requests_table
 
-from kit import agreement, serve_metrics, store
+from kit import agreement, replica, serve_metrics, store
 from kit.experiment import Experiment, run
 from kit.serving import Serving
 from kit.settings import Settings
@@ -263,6 +263,17 @@ def test_requests_in_replicas_are_integrated_over_time(made: Run) -> None:
         assert littles_law_in_replicas(made, *samples).agrees
     both = [(t, r, law) for t in grid for r in ("r1", "r2")]
     assert littles_law_in_replicas(made, *both).agrees is False
+
+
+def test_a_request_is_ongoing_since_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not since its handler began, which on a busy event loop is later: rows count from its arrival."""
+    clock = iter((12.0, 15.0))
+    monkeypatch.setattr(replica.time, "monotonic", lambda: next(clock))
+    one = object.__new__(replica.Replica)
+    one.ongoing, one._ongoing_s, one._counted_s = 0, 0.0, 10.0
+    with one.counted(arrived_s=11.0):
+        assert one.ongoing == 1
+    assert (one.ongoing, one._ongoing_s) == (0, 4.0)
 
 
 def test_requests_that_never_reached_a_replica_are_not_in_it(made: Run) -> None:
