@@ -308,12 +308,12 @@ def test_o16_shed_load_is_told_apart_and_does_not_flatter_the_percentiles(
     measure: Callable[..., Run],
 ) -> None:
     settings = BASE.replace(
-        app="unbatched", time_scale=1.0, max_ongoing_requests=1, max_queued_requests=2
+        app="unbatched", time_scale=0.25, max_ongoing_requests=1, max_queued_requests=2
     )
     run = measure(settings, users=12, think_time_s=0.2, max_output_tokens=60, duration_s=6.0)
     shed = run.requests[run.requests["outcome"] == "rejected"]
     served = run.requests[run.requests["outcome"] == "ok"]
-    assert len(shed) > len(served) > 3
+    assert len(shed) > len(served) > 20, "enough to tell a median"
     assert set(shed["status"]) == {503}
 
     found = summary.of(run)
