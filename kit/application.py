@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit.knobs import Level
-from kit.settings import BY_NAME, Settings, SettingsError, knobs, unknown
+from kit.knobs import Level, unknown
+from kit.settings import BY_NAME, Settings, SettingsError, knobs
 
 APP_NAME = "kit"
 MONITOR_NAME = "kit-monitor"
@@ -112,7 +112,7 @@ def from_application(config: dict[str, Any]) -> Settings:
             if name in BY_NAME and BY_NAME[name].level == level:
                 values[name] = value
             else:
-                wrong.append(unknown(name, level))
+                wrong.append(unknown(name, level, BY_NAME))
     if wrong:
         raise SettingsError("\n".join(wrong))
     low, high = values.get("min_replicas"), values.get("max_replicas")

@@ -92,7 +92,7 @@ class DynamicBatching(Generic[Item, Result]):
         looks_s = entries[0].looks_s
         if (
             len(looks_s) > 2
-        ):  # else the first request left, and with it what was seen of the filling
+        ):  # else its first request left, and with it what was seen of the filling
             served = looks_s[-2] - looks_s[0], time.monotonic() - begun_s
             for entry in entries:
                 entry.served = served

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import requests
 
 from kit.cluster import LOOPBACK, ServingError
-from kit.knobs import Knob
-from kit.settings import BY_NAME, Settings, SettingsError, unknown
+from kit.knobs import Knob, unknown
+from kit.settings import BY_NAME, Settings, SettingsError
 from kit.status import Status, brief, differences
 
 POLL_S = 0.05
@@ -243,7 +243,7 @@ def _ailment(status: Status) -> tuple[str, str, str]:
 def described(knob_name: str) -> Knob:
     """The knob of that name; a SettingsError when there is none."""
     if knob_name not in BY_NAME:
-        raise SettingsError(unknown(knob_name, None))
+        raise SettingsError(unknown(knob_name, None, BY_NAME))
     return BY_NAME[knob_name]
 
 

@@ -6,6 +6,7 @@ Models declare fields with `knob`; `describe` reads one back for widgets, tables
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,14 @@ from pydantic_core import PydanticUndefined
 
 Level = Literal["app", "batching", "deployment", "autoscaling", "start"]
 Cost = Literal["live", "next batch", "restart"]
+PLACES: dict[Level, str] = {
+    "app": "the application's args",
+    "batching": "user_config",
+    "deployment": "the deployment itself",
+    "autoscaling": "autoscaling_config",
+    "start": "what is set before Ray starts",
+}
+"""Where in what Serve is given the knobs of a level stand."""
 
 
 def knob(
@@ -126,3 +135,15 @@ def explain_errors(errors: Iterable[Mapping[str, Any]], known: dict[str, Knob]) 
             text = str(e["msg"]).removeprefix("Value error, ")
             lines[place] = f"{place}: {text[0].lower()}{text[1:]}" if place else text
     return "\n".join(lines.values())
+
+
+def unknown(name: str, level: Level | None, known: Mapping[str, Knob]) -> str:
+    """Why `name` is not accepted at `level`, with the nearest right name and where it belongs."""
+    here = f" in {PLACES[level]}" if level else ""
+    if name in known:
+        return f"{name}{here}: belongs in {PLACES[known[name].level]}; Serve would ignore it"
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    if near:
+        place = PLACES[known[near[0]].level]
+        return f"{name}{here}: no such knob; did you mean {near[0]!r} (in {place})?"
+    return f"{name}{here}: no such knob; there are: {', '.join(known)}"

@@ -14,26 +14,16 @@ from kit.crowd import Crowd
 from kit.knobs import describe
 from kit.lengths import length_names
 from kit.shapes import SHAPES
-from kit.workload import Workload
+from kit.workload import PLAN_ONLY, Workload
 
 FIELDS = (
     "lengths", "stream", "think_time_s", "burstiness", "on_s", "off_s", "output_tokens", "prompt_tokens",
     "retry",
 )  # fmt: skip
 """Fields of a workload that can be changed, beside who sends and how much."""
-_ONLY = {
-    "users": ("users",), "think_time_s": ("users",), "burstiness": ("gamma", "on-off"),
-    "on_s": ("on-off",), "off_s": ("on-off",), "rate_rps": ("poisson", "gamma", "constant", "on-off"),
-}  # fmt: skip
-"""Field → the arrivals with which it does something."""
 _HIGH = {
-    "users": 512,
-    "think_time_s": 60,
-    "rate_rps": 200,
-    "burstiness": 10,
-    "on_s": 120,
-    "off_s": 120,
-}
+    "users": 512, "think_time_s": 60, "rate_rps": 200, "burstiness": 10, "on_s": 120, "off_s": 120,
+}  # fmt: skip
 """Where sliders end; more can be written."""
 
 
@@ -72,19 +62,19 @@ class LoadControls:
     def asked(self, name: str, value: Any) -> None:
         """A control wants another value of its field."""
         more: dict[str, Any] = {}
-        if name == "arrivals":
-            if value not in _ONLY["burstiness"]:
-                more["burstiness"] = 1.0
-            more["trace"] = ""
+        if name == "arrivals":  # what the new ones make nothing of would be refused
+            knobs = (describe(Workload, other) for other in PLAN_ONLY)
+            more = {k.name: k.default for k in knobs if value not in k.only["arrivals"]}
         self._crowd.change(**{name: value}, **more)
         self._show_what_matters()
         self.controls[name].show(getattr(self._crowd.workload, name))
-        self.controls[name].say("from each user's next request on", "good")
+        whose = "the" if self._crowd.workload.open_loop else "each user's"
+        self.controls[name].say(f"from {whose} next request on", "good")
 
     def _show_what_matters(self) -> None:
-        for name, arrivals in _ONLY.items():
-            matters = self._crowd.workload.arrivals in arrivals
-            self.controls[name].widget.layout.display = "flex" if matters else "none"
+        for control in self.controls.values():
+            matters = control.knob.matters(self._crowd.workload)
+            control.widget.layout.display = "flex" if matters else "none"
 
     def toggle(self) -> None:
         """Start the load, or stop it; what prevents it is said beside the button."""

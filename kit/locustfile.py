@@ -26,9 +26,8 @@ from kit.generator import Session, start
 from kit.sse import Events, Stream
 from kit.workload import Workload
 
-_NOBODY_S = (
-    0.25  # pause of a user who found nobody there: asking at once again loads only this machine
-)
+# Pause of a user who found nobody there: asking at once again loads only this machine.
+_NOBODY_S = 0.25
 _MOST = 10_000  # requests under way to a plan without a limit of its own
 _AHEAD_S = 0.02
 _TIMER_S = 0.0015  # the event loop's timers are no finer than a millisecond

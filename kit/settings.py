@@ -8,7 +8,6 @@ running deployment: `live`, from the `next batch` on, or a `restart` of its repl
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from kit.accelerator import VISION_APPS
 from kit.conflicts import conflicts
-from kit.knobs import Knob, Level, describe, explain, knob
+from kit.knobs import Knob, Level, describe, explain, knob, unknown
 
 VISION_ACCELERATOR = "resnet50.t4-pytorch21.03-amp"
 """What apps for images emulate unless told: the best fit of the published curves."""
@@ -31,14 +30,6 @@ _TEXT_BATCHES: _Only = {"app": ("batched", "routed")}
 _CONTINUOUS: _Only = {"app": ("continuous",)}
 _TEXT: _Only = {"app": ("batched", "unbatched", "continuous", "routed")}
 _POSTPROCESS: _Only = {"postprocess": (True,)}
-
-_PLACES: dict[str, str] = {
-    "app": "the application's args",
-    "batching": "user_config",
-    "deployment": "the deployment itself",
-    "autoscaling": "autoscaling_config",
-    "start": "what is set before Ray starts",
-}
 
 
 class SettingsError(ValueError):
@@ -253,7 +244,7 @@ class Settings(BaseModel):
     def __init__(self, **values: Any) -> None:
         strange = [k for k in values if k not in type(self).model_fields]
         if strange:
-            raise SettingsError("\n".join(unknown(name, None) for name in strange))
+            raise SettingsError("\n".join(unknown(name, None, BY_NAME) for name in strange))
         if values.get("app") in VISION_APPS:
             values.setdefault("accelerator", VISION_ACCELERATOR)
         try:
@@ -299,15 +290,3 @@ BY_NAME: dict[str, Knob] = {name: describe(Settings, name) for name in Settings.
 def knobs(level: Level | None = None) -> list[Knob]:
     """The registry, all of it or one level, in the order of definition."""
     return [k for k in BY_NAME.values() if level in (None, k.level)]
-
-
-def unknown(name: str, level: Level | None) -> str:
-    """Why `name` is not accepted at `level`, with the nearest right name and where it belongs."""
-    here = f" in {_PLACES[level]}" if level else ""
-    if name in BY_NAME:
-        return f"{name}{here}: belongs in {_PLACES[BY_NAME[name].level]}; Serve would ignore it"
-    near = difflib.get_close_matches(name, BY_NAME, 1, 0.5)
-    if near:
-        place = _PLACES[BY_NAME[near[0]].level]
-        return f"{name}{here}: no such knob; did you mean {near[0]!r} (in {place})?"
-    return f"{name}{here}: no such knob; there are: {', '.join(BY_NAME)}"

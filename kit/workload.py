@@ -23,10 +23,19 @@ class WorkloadError(ValueError):
     """A workload that cannot be; the text names the value and what was allowed."""
 
 
-def _field(default: Any, unit: str, text: str, **bounds: Any) -> Any:
-    return Field(
-        default, description=text, json_schema_extra={"unit": unit, "cost": "live"}, **bounds
-    )
+def _field(
+    default: Any, unit: str, text: str, arrivals: tuple[str, ...] = (), **bounds: Any
+) -> Any:
+    """A pydantic field; `arrivals` are those with which it does something, all unless given."""
+    only = {"arrivals": arrivals} if arrivals else {}
+    extra: dict[str, Any] = {"unit": unit, "cost": "live", "only": only}
+    return Field(default, description=text, json_schema_extra=extra, **bounds)
+
+
+_RATES = ("poisson", "gamma", "constant", "on-off")
+_EVEN_RATES = ("poisson", "gamma", "constant")
+PLAN_ONLY = ("burstiness", "diurnal", "max_concurrency", "trace")
+"""Fields that are refused, not kept for later, where the arrivals make nothing of them."""
 
 
 class _Checked(BaseModel):
@@ -78,7 +87,7 @@ class Workload(_Checked):
     output_tokens: int | None = _field(
         None, "tokens", "Length of every output; empty means drawn", ge=1, le=131_072
     )
-    users: int = _field(8, "users", "Users at the start", ge=0, le=10_000)
+    users: int = _field(8, "users", "Users at the start", ("users",), ge=0, le=10_000)
     arrivals: Literal["users", "poisson", "gamma", "constant", "on-off", "trace"] = _field(
         "users", "", "When requests are sent: by users who wait for answers, or whoever waits, with "
         "gaps as of many independent people (poisson), burstier or more even (gamma), all alike "
@@ -86,36 +95,41 @@ class Workload(_Checked):
     )  # fmt: skip
     rate_rps: float = _field(
         1.0, "requests/s", "Mean rate of the arrivals, unless by users or from a trace",
-        ge=0, le=100_000,
+        _RATES, ge=0, le=100_000,
     )  # fmt: skip
     burstiness: float = _field(
         1.0, "", "Shape of the gaps' gamma distribution, of gamma and on-off arrivals: their "
         "coefficient of variation is 1/√burstiness, so that 1 is Poisson and 0.25 bursty",
-        ge=0.01, le=1000,
+        ("gamma", "on-off"), ge=0.01, le=1000,
     )  # fmt: skip
     on_s: float = _field(
         16.7, "s", "Mean length of busy spells (exponential), of on-off arrivals; the default is the "
-        "Azure 2023 code trace's", gt=0, le=86_400,
+        "Azure 2023 code trace's", ("on-off",), gt=0, le=86_400,
     )  # fmt: skip
     off_s: float = _field(
-        43.2, "s", "Mean length of the pauses between (lognormal)", gt=0, le=86_400
+        43.2, "s", "Mean length of the pauses between (lognormal)", ("on-off",), gt=0, le=86_400
     )
-    diurnal: str = _field("", "", "A day whose hours multiply the rate; empty means none")
+    diurnal: str = _field(
+        "", "", "A day whose hours multiply the rate; empty means none", _EVEN_RATES
+    )
     day_s: float = _field(
         86_400.0, "s", "How long a day of diurnal lasts: 240 makes ten seconds of an hour",
-        gt=0, le=86_400,
+        _EVEN_RATES, gt=0, le=86_400,
     )  # fmt: skip
-    trace: str = _field("", "", "Recorded traffic to send again: a name of the kit's, or a file")
+    trace: str = _field(
+        "", "", "Recorded traffic to send again: a name of the kit's, or a file", ("trace",)
+    )
     speed_up: float = _field(
-        1.0, "", "How many times faster than recorded a trace is sent", gt=0, le=10_000
+        1.0, "", "How many times faster than recorded a trace is sent", ("trace",), gt=0, le=10_000
     )
     max_concurrency: int | None = _field(
         None, "requests", "Most requests under way to a plan; those due meanwhile are sent late, which "
-        "response latency and client wait show; empty means no limit", ge=1, le=10_000,
+        "response latency and client wait show; empty means no limit", (*_RATES, "trace"),
+        ge=1, le=10_000,
     )  # fmt: skip
     think_time_s: float = _field(
         0.0, "s", "Mean pause of a user between answer and next request (exponential)",
-        ge=0, le=3600,
+        ("users",), ge=0, le=3600,
     )  # fmt: skip
     stages: tuple[Stage, ...] = _field(
         (), "", "Later changes of the number of users, or of the rate", strict=False
@@ -154,7 +168,6 @@ class Workload(_Checked):
         10, "attempts", "Tries of one request, the first included, unless retry is 'none'",
         ge=1, le=1000,
     )  # fmt: skip
-
     repeat_prompts: bool = _field(
         False, "", "Send the same prompts in every run with this seed, so that a server may answer "
         "from what it kept of an earlier run",
@@ -198,31 +211,18 @@ class Workload(_Checked):
 
     def _planned(self) -> None:
         """What belongs to a plan is given with one only: else it would do nothing, unseen."""
-        if (self.arrivals == "trace") != bool(self.trace):
-            raise WorkloadError(
-                f"arrivals = {self.arrivals!r} and trace = {self.trace!r}: a trace is named when, and "
-                "only when, arrivals are 'trace'"
-            )
-        if self.trace:
+        for name in PLAN_ONLY:
+            value, knob = getattr(self, name), describe(type(self), name)
+            if value != knob.default and not knob.matters(self):
+                kinds = " or ".join(map(repr, knob.only["arrivals"]))
+                raise WorkloadError(
+                    f"{name} = {value!r} needs arrivals = {kinds}, not {self.arrivals!r}"
+                )
+        if self.arrivals == "trace":
             try:
                 traces.path_of(self.trace)
             except traces.TraceError as error:
                 raise WorkloadError(str(error)) from None
-        if self.arrivals not in ("gamma", "on-off") and self.burstiness != 1:
-            raise WorkloadError(
-                f"burstiness = {self.burstiness:g} needs arrivals = 'gamma' or 'on-off', not "
-                f"{self.arrivals!r}"
-            )
-        if self.diurnal and self.arrivals in ("users", "trace", "on-off"):
-            raise WorkloadError(
-                f"diurnal = {self.diurnal!r} needs arrivals = 'poisson', 'gamma' or 'constant', whose "
-                f"rate it multiplies, not {self.arrivals!r}"
-            )
-        if self.max_concurrency is not None and not self.open_loop:
-            raise WorkloadError(
-                f"max_concurrency = {self.max_concurrency} bounds a plan of arrivals; with users it is "
-                "their number"
-            )
         join_at(self.join_address)
 
     def _staged(self) -> None:

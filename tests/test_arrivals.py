@@ -198,13 +198,13 @@ def test_a_trace_that_cannot_be_says_where(tmp_path: Path, text: str, words: str
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"arrivals": "trace"}, "a trace is named when, and only when"),
-        ({"trace": "azure-2023-code"}, "a trace is named when, and only when"),
+        ({"arrivals": "trace"}, "trace = '': no such file, and no trace of the kit .azure"),
+        ({"trace": "azure-2023-code"}, "trace = 'azure-2023-code' needs arrivals = 'trace', not 'users'"),
         ({"arrivals": "trace", "trace": "nowhere.csv"}, "no such file, and no trace of the kit .azure"),
         ({"arrivals": "poisson", "burstiness": 0.5}, "burstiness = 0.5 needs arrivals = 'gamma'"),
         ({"diurnal": "azure-2024-code"}, "diurnal = 'azure-2024-code' needs arrivals = 'poisson'"),
         ({"arrivals": "poisson", "diurnal": "sunday"}, "diurnal = 'sunday': not known"),
-        ({"max_concurrency": 3}, "with users it is their number"),
+        ({"max_concurrency": 3}, "max_concurrency = 3 needs arrivals = 'poisson' or .*, not 'users'"),
         ({"stages": (Stage(at_s=1.0, rate_rps=3.0),)}, "the stage at 1 s has rate_rps: .* must be users"),
         ({"arrivals": "poisson", "stages": (Stage(at_s=1.0, users=3),)}, "must be rate_rps"),
         ({"arrivals": "poisson", "stages": (Stage(at_s=1.0),)}, "has nothing"),
